@@ -1,0 +1,39 @@
+# make serve | test | lint | clean
+
+PYTHON ?= python3
+VENV   ?= .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+ARGS   ?=
+# TORCH_INDEX: a package index with CPU builds of torch, which are much smaller (optional).
+TORCH_FROM := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+
+.PHONY: serve test lint clean
+.DEFAULT_GOAL := serve
+
+serve: $(STAMP)
+	$(BIN)/specserve serve $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find engine server loadtest tests -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamp is written last, so an interrupted installation is done again.
+$(STAMP): pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "specserve needs Python 3.11 or newer, but $(PYTHON) is $$($(PYTHON) -V 2>&1);" \
+	       "name another one: make PYTHON=python3.12" >&2; exit 1; }
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { \
+	  echo "$(PYTHON) cannot make a virtual environment; on Debian: apt install python3-venv" >&2; \
+	  rm -rf $(VENV); exit 1; }
+	$(BIN)/python -m pip install --quiet --upgrade 'pip>=24.1'
+	$(BIN)/python -m pip install --quiet $(TORCH_FROM) --editable '.[test]'
+	@touch $@

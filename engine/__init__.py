@@ -1,0 +1,1 @@
+"""Tokens in, tokens out: the inference engine. No HTTP, no text."""

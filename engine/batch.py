@@ -1,0 +1,123 @@
+"""From integers to tensors: the only place where a plan becomes a model's input.
+
+All sequences of a step are packed one after the other, without padding::
+
+    sequence 0         sequence 1   sequence 2
+    [fed tokens | drafts][fed]      [fed | drafts]        T query tokens
+              ^  ^ ^ ^      ^           ^ ^               R rows whose logits are needed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+
+from engine.cache.pages import PageTable
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """One sequence's part of a packed batch.
+
+    Attributes:
+        tokens: query tokens: committed tokens to feed, then draft tokens.
+        start: position of the first of them; everything before is in the cache.
+        table: where keys and values are and go.
+        num_logits: how many of the last query tokens need logits.
+    """
+
+    tokens: Seq[int]
+    start: int
+    table: PageTable
+    num_logits: int
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """One packed pass. Integer tensors are int64 unless noted.
+
+    Attributes:
+        input_ids: [T]
+        positions: [T]
+        slots: [T] where each token's K/V is written: page * page_size + offset.
+        query_starts: [S + 1] int32, first row of each sequence; rows from query_starts[S] on
+            are padding.
+        context_lengths: [S] int32, cached tokens plus query tokens.
+        page_tables: [S, M] int32
+        logit_rows: [R] rows that need logits; at least `min_rows` of `build_batch`.
+        num_logits: rows of the logits that mean something; the rest is padding.
+        num_padding_rows: rows at the end of T that belong to no sequence.
+        page_size: tokens per page.
+    """
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    query_starts: torch.Tensor
+    context_lengths: torch.Tensor
+    page_tables: torch.Tensor
+    logit_rows: torch.Tensor
+    num_logits: int
+    num_padding_rows: int
+    page_size: int
+
+
+def build_batch(
+    spans: Seq[Span],
+    page_size: int,
+    num_pages: int,
+    device: torch.device | str = "cpu",
+    min_rows: int = 2,
+) -> Batch:
+    """Packs spans into one batch.
+
+    Args:
+        spans: the sequences' parts, at least one.
+        page_size: tokens per page.
+        num_pages: pages of the pool; page `num_pages` of every store is scratch, where
+            padding rows write.
+        device: where the tensors go.
+        min_rows: rows that the model's kernels need at least, to compute every row alike.
+    """
+    input_ids: list[int] = []
+    positions: list[int] = []
+    slots: list[int] = []
+    starts = [0]
+    rows: list[int] = []
+    for span in spans:
+        pages = span.table.pages
+        end = span.start + len(span.tokens)
+        input_ids.extend(span.tokens)
+        positions.extend(range(span.start, end))
+        slots.extend(
+            pages[p // page_size] * page_size + p % page_size for p in range(span.start, end)
+        )
+        starts.append(len(input_ids))
+        rows.extend(range(len(input_ids) - span.num_logits, len(input_ids)))
+    num_logits = len(rows)
+    while len(input_ids) < min_rows:
+        input_ids.append(0)
+        positions.append(0)
+        slots.append(num_pages * page_size)
+    rows += rows[-1:] * (min_rows - len(rows)) if rows else []
+    width = max(len(span.table.pages) for span in spans)
+    tables = [span.table.pages + [num_pages] * (width - len(span.table.pages)) for span in spans]
+    contexts = [span.start + len(span.tokens) for span in spans]
+
+    def tensor(values: object, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+        return torch.tensor(values, dtype=dtype, device=device)
+
+    return Batch(
+        input_ids=tensor(input_ids),
+        positions=tensor(positions),
+        slots=tensor(slots),
+        query_starts=tensor(starts, torch.int32),
+        context_lengths=tensor(contexts, torch.int32),
+        page_tables=tensor(tables, torch.int32),
+        logit_rows=tensor(rows),
+        num_logits=num_logits,
+        num_padding_rows=len(input_ids) - starts[-1],
+        page_size=page_size,
+    )

@@ -1,0 +1,1 @@
+"""The paged KV cache: who owns which page (`pages`), and the tensors behind it (`store`)."""

@@ -1,0 +1,66 @@
+"""The K/V tensors of one model, indexed by the page ids of `PagePool`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class CacheShape:
+    """What a model stores per token.
+
+    Args:
+        num_layers: attention layers.
+        num_heads: key/value heads (G).
+        head_size: elements per head (D).
+        dtype: element type.
+    """
+
+    num_layers: int
+    num_heads: int
+    head_size: int
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of keys and values of one token over all layers."""
+        return 2 * self.num_layers * self.num_heads * self.head_size * self.dtype.itemsize
+
+
+class KVStore:
+    """Keys and values of every layer, one slot per token.
+
+    A page is a run of `page_size` slots, so a token's slot is `page * page_size + offset`.
+    One page more than the pool has is allocated: padding rows write there.
+
+    Args:
+        shape: what a token stores.
+        num_pages: pages of the pool.
+        page_size: tokens per page.
+        device: where the tensors live.
+    """
+
+    def __init__(
+        self, shape: CacheShape, num_pages: int, page_size: int, device: torch.device | str
+    ) -> None:
+        self.shape = shape
+        self.num_pages = num_pages
+        self.page_size = page_size
+        size = (
+            shape.num_layers,
+            (num_pages + 1) * page_size,
+            shape.num_heads,
+            shape.head_size,
+        )
+        # Not zeroed: memory is taken as pages fill, and nothing unwritten is ever read.
+        self.keys = torch.empty(size, dtype=shape.dtype, device=device)
+        self.values = torch.empty(size, dtype=shape.dtype, device=device)
+
+    def write(
+        self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
+    ) -> None:
+        """Stores the keys and values [T, G, D] of one layer at `slots` [T]."""
+        self.keys[layer].index_copy_(0, slots, keys)
+        self.values[layer].index_copy_(0, slots, values)

@@ -1,0 +1,124 @@
+"""What the engine needs to know to start: frozen, already validated for type by the server."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from engine.errors import ConfigurationError
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise ConfigurationError(message)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Which model to load, and how.
+
+    Args:
+        path: local directory, hub id, ``.gguf`` file, or ``pypi:NAME==VERSION`` package.
+        dtype: "auto", "float32", "bfloat16" or "float16"; auto is bfloat16 where the device
+            computes it natively, else float32.
+        device: "auto", "cpu" or "cuda".
+        max_model_len: most tokens of prompt and completion; None = the model's own limit.
+        runner: "native" (a whole decoder as one native call), "torch" (transformers' forward
+            with a native attention kernel), "reference" (transformers' forward with plain
+            torch attention), or "auto": the fastest that applies.
+    """
+
+    path: str
+    dtype: str = "auto"
+    device: str = "auto"
+    max_model_len: int | None = None
+    runner: str = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """The paged KV cache.
+
+    Args:
+        page_size: tokens per page.
+        memory_bytes: bytes for the pages of every store together; None = `memory_share`.
+        memory_share: share of the memory free after loading that pages may take.
+        num_pages: exact number of pages (tests); beats both.
+        prefix_reuse: whether full pages are kept and shared by equal prefixes.
+    """
+
+    page_size: int = 16
+    memory_bytes: int | None = None
+    memory_share: float = 0.3
+    num_pages: int | None = None
+    prefix_reuse: bool = True
+
+    def __post_init__(self) -> None:
+        _require(self.page_size >= 1, f"page_size is {self.page_size}; it must be 1 or more.")
+        _require(
+            0 < self.memory_share < 1,
+            f"kv_cache_share is {self.memory_share}; it must lie between 0 and 1.",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """Limits of one step and of the queue.
+
+    Args:
+        max_batch_tokens: query tokens in one target pass (prefill chunks, decodes and drafts).
+        max_sequences: sequences that hold pages at once.
+        max_waiting_sequences: queued sequences beyond which a request is refused.
+        max_waiting_tokens: queued prompt tokens beyond which a request is refused.
+    """
+
+    max_batch_tokens: int = 512
+    max_sequences: int = 64
+    max_waiting_sequences: int = 1024
+    max_waiting_tokens: int = 1_000_000
+
+    def __post_init__(self) -> None:
+        _require(
+            self.max_sequences >= 1,
+            f"max_sequences is {self.max_sequences}; it must be 1 or more.",
+        )
+        _require(
+            self.max_batch_tokens >= self.max_sequences,
+            f"max_batch_tokens is {self.max_batch_tokens}, below max_sequences "
+            f"({self.max_sequences}); every running sequence needs room for one token a step.",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationConfig:
+    """How far to speculate.
+
+    Args:
+        drafter: "lookup" or "none" ("model" needs `draft_model`).
+        max_draft: most draft tokens per sequence and step.
+        draft_model: the smaller model of the "model" drafter.
+    """
+
+    drafter: str = "lookup"
+    max_draft: int = 4
+    draft_model: ModelConfig | None = None
+
+    def __post_init__(self) -> None:
+        _require(
+            0 <= self.max_draft <= 64,
+            f"max_draft is {self.max_draft}; it must be from 0 to 64.",
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Everything `AsyncEngine.start` needs.
+
+    Args:
+        threads: torch's intra-op threads; None = one per core the process may use.
+    """
+
+    model: ModelConfig
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+    threads: int | None = None

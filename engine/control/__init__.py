@@ -1,0 +1,1 @@
+"""How far to speculate, and what it bought."""

@@ -1,0 +1,283 @@
+"""The engine: requests in, steps, events out. Single-threaded; no asyncio, no text."""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+
+from engine.batch import Span, build_batch
+from engine.cache.pages import TARGET, PagePool
+from engine.control.planner import Planner
+from engine.draft.drafter import DraftProposal, Verdict
+from engine.draft.portfolio import DrafterPortfolio
+from engine.errors import RequestFailed
+from engine.judge import Judge, Judgement, num_logit_rows
+from engine.model.loader import Runner
+from engine.scheduler import ScheduledSequence, Scheduler, StepPlan
+from engine.sequence import Sequence
+from engine.statistics import step_stats
+from engine.types import (
+    Event,
+    Failed,
+    Finished,
+    FinishReason,
+    PromptLogprobs,
+    Request,
+    StepStats,
+    Tokens,
+)
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """The collaborators of an engine; injected, so that tests can exchange any of them."""
+
+    target: Runner
+    pool: PagePool
+    scheduler: Scheduler
+    drafters: DrafterPortfolio
+    planner: Planner
+    judge: Judge
+
+
+@dataclass(frozen=True, slots=True)
+class StepOutput:
+    """Events for callers and, unless nothing was scheduled, what the step did."""
+
+    events: list[Event]
+    stats: StepStats | None
+
+
+class Engine:
+    """Serves many requests at once by repeating `step`.
+
+    Args:
+        parts: the collaborators.
+        max_model_len: most tokens of prompt and completion.
+        default_drafter: drafter of requests that do not name one.
+        max_draft: most draft tokens per sequence and step, also for requests that ask for more.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        parts: EngineParts,
+        *,
+        max_model_len: int,
+        default_drafter: str,
+        max_draft: int,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.parts = parts
+        self.max_model_len = max_model_len
+        self.default_drafter = default_drafter
+        self.max_draft = max_draft
+        self.clock = clock
+        self._requests: dict[str, list[Sequence]] = {}  # choices still alive
+        self._events: list[Event] = []  # of adds and aborts between steps
+        self._tickets = 0
+
+    # -- requests ------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self._requests or self._events)
+
+    def add(self, request: Request) -> None:
+        """Queues a request that `RequestRules.validate` has passed."""
+        ask = request.speculation
+        wanted = self.max_draft if ask.max_draft is None else min(ask.max_draft, self.max_draft)
+        seed = request.sampling.seed
+        common = {
+            "ticket": self._tickets,
+            "seed": secrets.randbits(64) if seed is None else seed % 2**64,
+            "drafter": ask.drafter or self.default_drafter,
+            "max_draft": 0 if ask.enabled is False else wanted,
+            "limit": min(len(request.prompt) + request.sampling.max_tokens, self.max_model_len),
+        }
+        self._tickets += 1
+        sequences = [
+            Sequence(request, i, table=self.parts.pool.new_table(request.cache_salt), **common)  # type: ignore[arg-type]
+            for i in range(request.sampling.n)
+        ]
+        self._requests[request.request_id] = sequences
+        for sequence in sequences:
+            self.parts.scheduler.add(sequence)
+
+    def abort(self, request_id: str, choice: int | None, reason: FinishReason) -> None:
+        """Ends a request or one of its choices now; unknown ids are ignored, since the
+        request may just have ended by itself."""
+        for sequence in list(self._requests.get(request_id, ())):
+            if choice is None or sequence.choice == choice:
+                self._finish(sequence, reason)
+
+    def check(self) -> None:
+        """Asserts that pages and queues agree with the live sequences.
+
+        Raises:
+            AssertionError: something leaked.
+        """
+        alive = [s for choices in self._requests.values() for s in choices]
+        scheduler = self.parts.scheduler
+        assert set(scheduler.waiting) | set(scheduler.running) == set(alive), "stray sequence"
+        assert len(scheduler.waiting) + len(scheduler.running) == len(alive), "queued twice"
+        assert all(not s.table.pages for s in scheduler.waiting), "a waiting sequence has pages"
+        self.parts.pool.check(s.table for s in scheduler.running)
+
+    # -- one step ------------------------------------------------------------------------
+
+    def step(self) -> StepOutput:
+        """Drafts, verifies and commits once for every scheduled sequence.
+
+        A failure before the commit fails only the requests of this step: nothing of theirs
+        has been committed, and everybody else's pages were not touched.
+        """
+        started = self.clock()
+        plan = self.parts.scheduler.plan()
+        stats = None
+        if plan.scheduled:
+            try:
+                proposal, judgements, marks = self._propose_and_verify(plan)
+            except Exception as error:
+                logger.exception("a step of %d sequences failed", len(plan.scheduled))
+                for scheduled in plan.scheduled:
+                    self._fail(scheduled.sequence.request.request_id, _step_failure(error))
+            else:
+                self._commit(plan, judgements)
+                verdicts = [judgement.verdict for judgement in judgements]
+                times = (started, *marks, self.clock())
+                stats = step_stats(plan, proposal, verdicts, times, self.parts.scheduler)
+                self.parts.planner.observe(plan, verdicts, stats)
+        events, self._events = self._events, []
+        return StepOutput(events, stats)
+
+    def _propose_and_verify(
+        self, plan: StepPlan
+    ) -> tuple[DraftProposal, list[Judgement], tuple[float, float]]:
+        """The step up to the verdict, and when drafting and the target's pass ended."""
+        parts = self.parts
+        now = self.clock()
+        for scheduled in plan.scheduled:
+            if scheduled.sequence.first_scheduled is None:
+                scheduled.sequence.first_scheduled = now
+        lengths = parts.planner.choose(plan)
+        proposal = parts.drafters.propose([s.sequence for s in plan.scheduled], lengths)
+        drafted = self.clock()
+        logits = self._run_target(plan, proposal)
+        verified = self.clock()
+        return proposal, parts.judge.judge(plan, proposal, logits), (drafted, verified)
+
+    def _run_target(self, plan: StepPlan, proposal: DraftProposal) -> torch.Tensor:
+        """One packed pass over all fed tokens and drafts."""
+        spans = [
+            _span(scheduled, draft)
+            for scheduled, draft in zip(plan.scheduled, proposal.tokens, strict=True)
+        ]
+        target = self.parts.target
+        pool = self.parts.pool
+        batch = build_batch(spans, pool.page_size, pool.num_pages, target.device, target.min_rows)
+        return target.forward(batch)
+
+    # -- after the verdict ---------------------------------------------------------------
+
+    def _commit(self, plan: StepPlan, judgements: Seq[Judgement]) -> None:
+        """Appends what was emitted, moves the caches on, frees surplus pages, ends sequences."""
+        now = self.clock()
+        kept: list[Sequence] = []
+        verdicts: list[Verdict] = []
+        for scheduled, judgement in zip(plan.scheduled, judgements, strict=True):
+            sequence = scheduled.sequence
+            if judgement.corrupted:
+                self._fail(sequence.request.request_id, _corrupted(sequence))
+            elif sequence in self._requests.get(sequence.request.request_id, ()):
+                self._advance(scheduled, judgement, now)
+                kept.append(sequence)
+                verdicts.append(judgement.verdict)
+        self.parts.drafters.commit(kept, verdicts)
+        for sequence in kept:
+            reason = sequence.finish_reason(self.parts.judge.eos_token_ids)
+            # Without room from the start (max_tokens = 0) it is over once the prompt is read.
+            if reason is not None and (sequence.num_generated or not sequence.num_uncached):
+                self._finish(sequence, reason)
+
+    def _advance(self, scheduled: ScheduledSequence, judgement: Judgement, now: float) -> None:
+        """Commits one sequence's verdict."""
+        sequence, verdict, pool = scheduled.sequence, judgement.verdict, self.parts.pool
+        request_id, table = sequence.request.request_id, sequence.table
+        if sequence.wants_prompt_logprobs:
+            self._collect_prompt_logprobs(sequence, judgement)
+        table.num_cached[TARGET] += scheduled.num_feed
+        if scheduled.samples:
+            sequence.append(verdict.emitted)
+            # Accepted drafts were computed in place; the last emitted token is fed next.
+            table.num_cached[TARGET] = len(sequence.tokens) - 1
+            sequence.target_passes += 1
+            sequence.draft_tokens += verdict.drafted
+            sequence.accepted_tokens += verdict.accepted
+            if sequence.first_token is None:
+                sequence.first_token = now
+            tokens = tuple(verdict.emitted)
+            self._events.append(Tokens(request_id, sequence.choice, tokens, judgement.logprobs))
+        pool.commit(table, sequence.tokens)
+        pool.truncate(table, len(sequence.tokens))
+
+    def _collect_prompt_logprobs(self, sequence: Sequence, judgement: Judgement) -> None:
+        if not sequence.prompt_logprobs:
+            sequence.prompt_logprobs.append(None)
+        sequence.prompt_logprobs.extend(judgement.prompt_logprobs)
+        if not sequence.wants_prompt_logprobs:
+            entries = tuple(sequence.prompt_logprobs)
+            self._events.append(PromptLogprobs(sequence.request.request_id, entries))
+
+    def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
+        request_id = sequence.request.request_id
+        self._remove(sequence)
+        last = sequence.tokens[-1] if sequence.num_generated else None
+        stopped_by_token = reason is FinishReason.STOP and (
+            sequence.finish_reason(self.parts.judge.eos_token_ids) is FinishReason.STOP
+        )
+        stop_token = last if stopped_by_token else None
+        stats = sequence.stats()
+        self._events.append(Finished(request_id, sequence.choice, reason, stop_token, stats))
+
+    def _fail(self, request_id: str, error: RequestFailed) -> None:
+        if request_id in self._requests:
+            for sequence in list(self._requests[request_id]):
+                self._remove(sequence)
+            self._events.append(Failed(request_id, error))
+
+    def _remove(self, sequence: Sequence) -> None:
+        request_id = sequence.request.request_id
+        self.parts.scheduler.remove(sequence)
+        self.parts.drafters.release(sequence)
+        self._requests[request_id].remove(sequence)
+        if not self._requests[request_id]:
+            del self._requests[request_id]
+
+
+def _span(scheduled: ScheduledSequence, draft: list[int]) -> Span:
+    table = scheduled.sequence.table
+    start = table.num_cached[TARGET]
+    fed = scheduled.sequence.tokens[start : start + scheduled.num_feed]
+    return Span(fed + draft, start, table, num_logit_rows(scheduled, draft))
+
+
+def _step_failure(error: Exception) -> RequestFailed:
+    return RequestFailed(f"The step that served this request failed ({type(error).__name__}).")
+
+
+def _corrupted(sequence: Sequence) -> RequestFailed:
+    position = len(sequence.tokens)
+    return RequestFailed(
+        f"The model's logits at position {position} are not finite numbers; the request cannot "
+        "be continued. Other requests are unaffected."
+    )

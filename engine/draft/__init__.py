@@ -1,0 +1,1 @@
+"""Drafters: cheap guesses at what the target will say next."""

@@ -1,0 +1,179 @@
+"""The verdict of a step: from the target's logits to the tokens every sequence emits.
+
+Words: a *draft* token was guessed; an *accepted* one is what the target would have said; the
+token after the accepted ones is the target's own, a *correction* where a draft token was
+refused, a *bonus* where none was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+
+import torch
+
+from engine.draft.drafter import DraftProposal, Verdict
+from engine.sampling.logprobs import token_logprobs
+from engine.sampling.processors import SamplingRow, select_tokens
+from engine.scheduler import ScheduledSequence, StepPlan
+from engine.sequence import Sequence
+from engine.types import TokenLogprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Judgement:
+    """What the target said about one scheduled sequence.
+
+    Attributes:
+        verdict: emitted tokens; none if the sequence was not fed to its end.
+        logprobs: of the emitted tokens, if the request wants them.
+        prompt_logprobs: of the prompt tokens that this step's rows predict, if wanted.
+        corrupted: the logits are not numbers; the request must fail.
+    """
+
+    verdict: Verdict
+    logprobs: tuple[TokenLogprobs, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprobs, ...] = ()
+    corrupted: bool = False
+
+
+NOTHING = Judgement(Verdict([], 0, 0))
+
+
+class Judge:
+    """Samples the target's tokens and compares them with the drafts.
+
+    Verification is *match*: at every row the target's own token is drawn with noise that only
+    seed, choice, position and token id decide (or is the argmax, for greedy requests), and a
+    draft token is accepted while it is equal. So the emitted text does not depend on drafts.
+    Rows are drawn depth by depth, since what follows a refused draft token is never needed.
+
+    Args:
+        vocab_size: ids from here on are padding of the model's output layer.
+        eos_token_ids: tokens that end a sequence.
+    """
+
+    def __init__(self, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+        self.vocab_size = vocab_size
+        self.eos_token_ids = eos_token_ids
+
+    def judge(
+        self, plan: StepPlan, proposal: DraftProposal, logits: torch.Tensor
+    ) -> list[Judgement]:
+        """One judgement per scheduled sequence.
+
+        Args:
+            logits: [R, V], the rows of all sequences in order, `num_logit_rows` of each.
+        """
+        rows = _split_rows(plan, proposal, logits)
+        corrupted = [bool(own.numel()) and not _all_finite(own) for own in rows]
+        drafts = [
+            draft if s.samples and not bad else None
+            for s, draft, bad in zip(plan.scheduled, proposal.tokens, corrupted, strict=True)
+        ]
+        chosen = self._choose(plan, drafts, rows)
+        return [
+            Judgement(NOTHING.verdict, corrupted=True)
+            if corrupted[i]
+            else self._judge_one(scheduled, proposal.tokens[i], chosen[i], rows[i])
+            for i, scheduled in enumerate(plan.scheduled)
+        ]
+
+    def _choose(
+        self, plan: StepPlan, drafts: list[list[int] | None], rows: list[torch.Tensor]
+    ) -> list[list[int]]:
+        """The target's own tokens of every sequence, up to the first that differs from the
+        draft: rows beyond that one are never looked at. None = the sequence draws nothing."""
+        chosen: list[list[int]] = [[] for _ in drafts]
+        alive = [i for i, draft in enumerate(drafts) if draft is not None]
+        depth = 0
+        while alive:
+            logits = torch.stack([rows[i][depth - 1 - len(drafts[i] or [])] for i in alive])
+            contexts = [self._row(plan.scheduled[i].sequence, drafts[i], depth) for i in alive]
+            tokens = select_tokens(logits, contexts, self.vocab_size)
+            for i, token in zip(alive, tokens, strict=True):
+                chosen[i].append(token)
+            alive = [i for i in alive if (drafts[i] or [])[depth : depth + 1] == chosen[i][-1:]]
+            depth += 1
+        return chosen
+
+    def _row(self, sequence: Sequence, draft: list[int] | None, depth: int) -> SamplingRow:
+        """What the row at `depth` sees: committed tokens and the draft tokens before it."""
+        return SamplingRow(
+            params=sequence.request.sampling,
+            prompt=sequence.request.prompt,
+            generated=sequence.tokens[sequence.prompt_length :] + (draft or [])[:depth],
+            position=len(sequence.tokens) + depth,
+            seed=sequence.seed,
+            choice=sequence.choice,
+            eos_token_ids=self.eos_token_ids,
+        )
+
+    def _judge_one(
+        self,
+        scheduled: ScheduledSequence,
+        draft: list[int],
+        target_tokens: list[int],
+        logits: torch.Tensor,
+    ) -> Judgement:
+        sequence, params = scheduled.sequence, scheduled.sequence.request.sampling
+        verdict, logprobs = NOTHING.verdict, None
+        if scheduled.samples:
+            accepted = len(target_tokens) - 1
+            emitted = self._cut(sequence, target_tokens)
+            verdict = Verdict(emitted, len(draft), min(accepted, len(emitted)))
+            if params.logprobs is not None:
+                own = logits[-1 - len(draft) :][: len(emitted)]
+                logprobs = tuple(token_logprobs(own, emitted, params.logprobs, self.vocab_size))
+        return Judgement(verdict, logprobs, self._prompt_logprobs(scheduled, logits))
+
+    def _prompt_logprobs(
+        self, scheduled: ScheduledSequence, logits: torch.Tensor
+    ) -> tuple[TokenLogprobs, ...]:
+        predicted = predicted_prompt_tokens(scheduled)
+        if not predicted:
+            return ()
+        sequence = scheduled.sequence
+        top = sequence.request.sampling.prompt_logprobs
+        assert top is not None
+        start = sequence.table.num_cached[0] + 1
+        tokens = sequence.request.prompt[start : start + predicted]
+        return tuple(token_logprobs(logits[:predicted], tokens, top, self.vocab_size))
+
+    def _cut(self, sequence: Sequence, tokens: list[int]) -> list[int]:
+        """Emitted tokens up to the first that ends the sequence."""
+        params = sequence.request.sampling
+        for i, token in enumerate(tokens[: sequence.room]):
+            is_eos = token in self.eos_token_ids and not params.ignore_eos
+            if is_eos or token in params.stop_token_ids:
+                return tokens[: i + 1]
+        return tokens[: sequence.room]
+
+
+def _split_rows(
+    plan: StepPlan, proposal: DraftProposal, logits: torch.Tensor
+) -> list[torch.Tensor]:
+    """The logits of every scheduled sequence, in order."""
+    counts = map(num_logit_rows, plan.scheduled, proposal.tokens)
+    return list(torch.split(logits, list(counts)))
+
+
+def _all_finite(logits: torch.Tensor) -> bool:
+    """Whether no row holds NaN or +inf, and none is -inf throughout."""
+    return bool(logits.amax(dim=-1).isfinite().all())
+
+
+def predicted_prompt_tokens(scheduled: ScheduledSequence) -> int:
+    """How many rows of the step predict prompt tokens whose log probabilities are wanted."""
+    sequence = scheduled.sequence
+    if not sequence.wants_prompt_logprobs:
+        return 0
+    start = sequence.table.num_cached[0]
+    return max(0, min(start + scheduled.num_feed, sequence.prompt_length - 1) - start)
+
+
+def num_logit_rows(scheduled: ScheduledSequence, draft: Seq[int]) -> int:
+    """Rows at the end of the sequence's query tokens that need logits."""
+    if predicted_prompt_tokens(scheduled):
+        return scheduled.num_feed + len(draft)
+    return 1 + len(draft) if scheduled.samples else 0

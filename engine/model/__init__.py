@@ -1,0 +1,1 @@
+"""Running a transformer over a packed batch: sources, loading, linear layers, attention."""

@@ -1,0 +1,1 @@
+"""Paged attention behind one small interface; `reference` is the truth, `cpu` the fast path."""

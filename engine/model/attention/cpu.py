@@ -1,0 +1,98 @@
+"""Paged attention for CPUs: a C++ kernel that reads the pages in place."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from engine.batch import Batch
+from engine.cache.store import KVStore
+from engine.model.attention.base import Attend, AttentionCall
+from engine.model.native import fields, load_kernels
+
+#: Query heads per key/value head that one tile of the kernel can hold (`kTileRows`).
+MAX_GROUP = 16
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+class _Attention(ctypes.Structure):
+    """Mirrors `Attention` in kernels/attention.h."""
+
+    _fields_ = [
+        *fields(ctypes.c_void_p, "queries key_cache value_cache output"),
+        *fields(ctypes.c_void_p, "query_starts context_lengths page_tables"),
+        *fields(ctypes.c_int64, "query_stride query_head_stride"),
+        *fields(ctypes.c_int32, "sequences table_width page_size"),
+        *fields(ctypes.c_int32, "heads groups head_size window"),
+        ("scale", ctypes.c_float),
+    ]
+
+
+class _Arguments(ctypes.Structure):
+    """Mirrors `Arguments` in kernels/kernels.cpp."""
+
+    _fields_ = [
+        ("attention", _Attention),
+        *fields(ctypes.c_void_p, "keys values slots"),
+        *fields(ctypes.c_int64, "key_stride key_head_stride value_stride value_head_stride"),
+        *fields(ctypes.c_int32, "rows bfloat16"),
+    ]
+
+
+class CpuAttention:
+    """Attends in one call per layer, without gathering or copying a page.
+
+    Raises:
+        NativeUnavailable: the kernel cannot be compiled here.
+    """
+
+    name = "cpu"
+
+    def __init__(self) -> None:
+        self._kernel = load_kernels().specserve_paged_attention
+        self._kernel.argtypes = [ctypes.POINTER(_Arguments)]
+        self._kernel.restype = None
+
+    def prepare(self, batch: Batch, store: KVStore) -> Attend:
+        """See `AttentionBackend.prepare`."""
+        shape = store.shape
+        shared = _Attention(
+            query_starts=batch.query_starts.data_ptr(),
+            context_lengths=batch.context_lengths.data_ptr(),
+            page_tables=batch.page_tables.data_ptr(),
+            sequences=batch.context_lengths.numel(),
+            table_width=batch.page_tables.shape[1],
+            page_size=batch.page_size,
+            groups=shape.num_heads,
+            head_size=shape.head_size,
+        )
+        arguments = _Arguments(
+            attention=shared,
+            slots=batch.slots.data_ptr(),
+            rows=batch.input_ids.numel(),
+            bfloat16=shape.dtype is torch.bfloat16,
+        )
+        padding = batch.num_padding_rows
+
+        def attend(call: AttentionCall) -> torch.Tensor:
+            queries, keys, values = (
+                t if t.stride(-1) == 1 else t.contiguous()
+                for t in (call.queries, call.keys, call.values)
+            )
+            out = torch.empty(queries.shape, dtype=queries.dtype)
+            if padding:
+                out[-padding:] = 0
+            layer = arguments.attention
+            layer.queries, layer.output = queries.data_ptr(), out.data_ptr()
+            layer.query_stride, layer.query_head_stride = queries.stride()[:2]
+            layer.key_cache = store.keys[call.layer].data_ptr()
+            layer.value_cache = store.values[call.layer].data_ptr()
+            layer.heads, layer.window, layer.scale = queries.shape[1], call.window, call.scale
+            arguments.keys, arguments.values = keys.data_ptr(), values.data_ptr()
+            arguments.key_stride, arguments.key_head_stride = keys.stride()[:2]
+            arguments.value_stride, arguments.value_head_stride = values.stride()[:2]
+            self._kernel(ctypes.byref(arguments))
+            return out
+
+        return attend

@@ -1,0 +1,1 @@
+"""The C++ kernels: paged attention, matrix products and a whole decoder in one call."""

@@ -1,0 +1,57 @@
+// What Python calls; see attention.h and decoder.h.
+
+#include "decoder.h"
+
+// Mirrors `_Arguments` in attention/cpu.py.
+struct Arguments {
+  Attention attention;
+  const void *keys, *values;  // [T, G, D]
+  const int64_t* slots;       // [T]
+  int64_t key_stride, key_head_stride, value_stride, value_head_stride;
+  int32_t rows, bfloat16;
+};
+
+namespace {
+
+template <class T>
+void write_cache(const Arguments& call) {
+  typedef typename T::Element Element;
+  const Attention& a = call.attention;
+  const size_t bytes = sizeof(Element) * a.head_size;
+  for (int t = 0; t < call.rows; ++t)
+    for (int g = 0; g < a.groups; ++g) {
+      const int64_t to = (call.slots[t] * a.groups + g) * a.head_size;
+      std::memcpy((Element*)a.key_cache + to,
+                  (const Element*)call.keys + t * call.key_stride + g * call.key_head_stride, bytes);
+      std::memcpy((Element*)a.value_cache + to,
+                  (const Element*)call.values + t * call.value_stride + g * call.value_head_stride, bytes);
+    }
+}
+
+template <class T>
+void attend_layer(const Arguments& call) {
+  write_cache<T>(call);
+  const Attention& a = call.attention;
+  const std::vector<Tile> tiles = make_tiles(a);
+  const int tasks = int(tiles.size()) * a.groups;
+#pragma omp parallel
+  {
+    Scratch<T> scratch(padded_size(a.head_size));
+#pragma omp for schedule(dynamic)
+    for (int i = 0; i < tasks; ++i) attend<T, T>(a, scratch, tiles[i / a.groups], i % a.groups);
+  }
+}
+
+}  // namespace
+
+// Writes keys and values of one layer into the cache, then attends.
+extern "C" void specserve_paged_attention(const Arguments* call) {
+  if (call->bfloat16) attend_layer<BFloat16>(*call);
+  else attend_layer<Float32>(*call);
+}
+
+// One pass of a whole decoder.
+extern "C" void specserve_decode(const Decoder* decoder, const Step* step) {
+  if (decoder->bfloat16) Forward<BFloat16, Weights16>{*decoder, *step}.run();
+  else Forward<Float32, Weights32>{*decoder, *step}.run();
+}

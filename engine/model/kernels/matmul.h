@@ -1,0 +1,90 @@
+// Y = X W^T for any number of rows, every row as if it were alone.
+//
+// An output element is one accumulator that runs through the K inputs in ascending order, in
+// float32: the same chain of instructions for 1 row or 500. Weights are packed into blocks of 32
+// outputs, so that a block is one contiguous stream: with few rows the speed is memory's.
+#pragma once
+
+#include "vectors.h"
+
+namespace {
+
+constexpr int kBlockOutputs = 2 * kLanes;
+constexpr int kPrefetchBytes = 4096;
+constexpr int kMaxTile = 12;  // rows whose accumulators fit into the registers
+
+// Packed float32 weights of a block: [K][32].
+struct Weights32 {
+  typedef float Element;
+  static constexpr int kInputsPerStep = 1;
+  static inline Vec multiply(Vec sum, const float* x, const float* w) { return *x * load(w) + sum; }
+};
+
+// Packed bfloat16 weights of a block: [K / 2][32][2]; a step takes two inputs.
+struct Weights16 {
+  typedef uint16_t Element;
+  static constexpr int kInputsPerStep = 2;
+  static inline Vec multiply(Vec sum, const uint16_t* x, const uint16_t* w) {
+    int32_t pair;
+    std::memcpy(&pair, x, 4);
+    const IVec pairs = IVec{} + pair;
+    return dot_pairs(sum, (const uint16_t*)&pairs, w);
+  }
+};
+
+// kRows rows of X [.., stride] against one block of weights.
+template <class W, int kRows>
+inline void block_product(Vec (&out)[kRows][2], const typename W::Element* x, int64_t stride,
+                          const typename W::Element* w, int inputs, int64_t ahead) {
+  constexpr int step = W::kInputsPerStep;
+  Vec sums[kRows][2];  // local, so that the compiler may keep it in registers
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) sums[r][0] = sums[r][1] = Vec{};
+  for (int k = 0; k < inputs; k += step, w += step * kBlockOutputs) {
+    __builtin_prefetch((const char*)w + ahead);
+    __builtin_prefetch((const char*)w + ahead + 64);
+#pragma GCC unroll 16
+    for (int r = 0; r < kRows; ++r) {
+      sums[r][0] = W::multiply(sums[r][0], x + r * stride + k, w);
+      sums[r][1] = W::multiply(sums[r][1], x + r * stride + k, w + step * kLanes);
+    }
+  }
+#pragma GCC unroll 16
+  for (int r = 0; r < kRows; ++r) {
+    out[r][0] = sums[r][0];
+    out[r][1] = sums[r][1];
+  }
+}
+
+// Calls finish(row, sums[2]) for rows [first, first + count) of one block; count <= kMaxTile.
+template <class W, class Finish, int kRows = kMaxTile>
+inline void tile_product(int count, int first, const typename W::Element* x, int64_t stride,
+                         const typename W::Element* w, int inputs, int64_t ahead, const Finish& finish) {
+  if constexpr (kRows > 0) {
+    if (count < kRows)
+      return tile_product<W, Finish, kRows - 1>(count, first, x, stride, w, inputs, ahead, finish);
+    Vec sums[kRows][2];
+    block_product<W, kRows>(sums, x + first * stride, stride, w, inputs, ahead);
+    for (int r = 0; r < kRows; ++r) finish(first + r, sums[r]);
+  }
+}
+
+// One thread's share [begin, end) of the blocks, for all rows of X.
+template <class W, class Finish>
+void multiply(const typename W::Element* x, int rows, int inputs, const typename W::Element* packed,
+              int begin, int end, const Finish& finish) {
+  const int tiles = (rows + kMaxTile - 1) / kMaxTile;
+  // A single tile streams its block from memory; of several, the last fetches the next block.
+  const int64_t block_bytes = int64_t(sizeof(typename W::Element)) * inputs * kBlockOutputs;
+  const int64_t ahead = tiles > 1 ? block_bytes : kPrefetchBytes;
+  for (int block = begin; block < end; ++block) {
+    const auto* w = packed + int64_t(block) * inputs * kBlockOutputs;
+    for (int t = 0; t < tiles; ++t) {  // tiles of nearly equal height
+      const int first = int(int64_t(rows) * t / tiles), last = int(int64_t(rows) * (t + 1) / tiles);
+      tile_product<W>(last - first, first, x, inputs, w, inputs, t + 1 < tiles ? 0 : ahead,
+                      [&](int row, const Vec* sums) { finish(row, block, sums); });
+    }
+  }
+}
+
+}  // namespace

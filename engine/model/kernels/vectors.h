@@ -1,0 +1,147 @@
+// Sixteen floats at a time, as GCC/Clang vector extensions: one source for AVX-512, AVX2 and NEON.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+
+namespace {
+
+constexpr int kLanes = 16;
+
+typedef float Vec __attribute__((vector_size(4 * kLanes)));
+typedef int32_t IVec __attribute__((vector_size(4 * kLanes)));
+typedef uint16_t HVec __attribute__((vector_size(2 * kLanes)));
+typedef uint32_t UVec __attribute__((vector_size(4 * kLanes)));
+
+inline Vec broadcast(float x) { return Vec{} + x; }
+inline Vec load(const float* p) { Vec v; std::memcpy(&v, p, sizeof v); return v; }
+inline void store(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }
+inline Vec select(IVec mask, Vec a, Vec b) { return (Vec)(((IVec)a & mask) | ((IVec)b & ~mask)); }
+inline Vec max(Vec a, Vec b) { return select(a > b, a, b); }
+
+// Lanes 0-7: sums of neighbours of a; lanes 8-15: of b. Four rounds turn 16 vectors into one
+// vector of their 16 horizontal sums.
+inline Vec fold(Vec a, Vec b) {
+  const IVec even = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
+  return __builtin_shuffle(a, b, even) + __builtin_shuffle(a, b, even + 1);
+}
+
+inline Vec horizontal_sums(Vec (&a)[kLanes]) {
+  for (int n = kLanes / 2; n; n /= 2)
+    for (int i = 0; i < n; ++i) a[i] = fold(a[2 * i], a[2 * i + 1]);
+  return a[0];
+}
+
+inline float sum(Vec v) {
+  float total = 0;
+  for (int i = 0; i < kLanes; ++i) total += v[i];
+  return total;
+}
+
+inline float largest(Vec v) {
+  const IVec swap8 = {8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7};
+  const IVec swap4 = {4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11};
+  const IVec swap2 = {2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13};
+  const IVec swap1 = {1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14};
+  v = max(v, __builtin_shuffle(v, swap8));
+  v = max(v, __builtin_shuffle(v, swap4));
+  v = max(v, __builtin_shuffle(v, swap2));
+  return max(v, __builtin_shuffle(v, swap1))[0];
+}
+
+// exp(x) for x <= 0 to about 1 ulp: 2^n * e^r with |r| <= ln(2) / 2, Taylor to degree 7.
+inline Vec exp_nonpositive(Vec x) {
+  x = max(x, broadcast(-87.0f));
+  const Vec magic = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  const Vec shifted = x * 1.44269504f + magic;
+  const Vec n = shifted - magic;
+  const Vec r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
+  Vec p = broadcast(1.0f / 5040);
+  p = p * r + 1.0f / 720;
+  p = p * r + 1.0f / 120;
+  p = p * r + 1.0f / 24;
+  p = p * r + 1.0f / 6;
+  p = p * r + 0.5f;
+  p = p * r + 1.0f;
+  p = p * r + 1.0f;
+  return (Vec)((IVec)p + (((IVec)shifted - (IVec)magic) << 23));
+}
+
+struct Float32 {
+  typedef float Element;
+  static float widen(float x) { return x; }
+  static Vec widen(const float* p) { return load(p); }
+  static float narrow(float x) { return x; }
+  static void narrow(float* to, Vec v) { store(to, v); }
+};
+
+struct BFloat16 {
+  typedef uint16_t Element;
+  static float widen(uint16_t x) {
+    const uint32_t bits = uint32_t(x) << 16;
+    float f;
+    std::memcpy(&f, &bits, 4);
+    return f;
+  }
+  static Vec widen(const uint16_t* p) {
+    HVec h;
+    std::memcpy(&h, p, sizeof h);
+    return (Vec)(__builtin_convertvector(h, UVec) << 16);
+  }
+  static uint16_t narrow(float x) {  // round to nearest even; NaN stays NaN
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    if (x != x) return uint16_t(bits >> 16 | 0x40);
+    return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+  }
+  static void narrow(uint16_t* to, Vec v) {
+    const UVec bits = (UVec)v, rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    const UVec nan = (UVec)(v != v);
+    const HVec h = __builtin_convertvector((rounded & ~nan) | ((bits >> 16 | 0x40) & nan), HVec);
+    std::memcpy(to, &h, sizeof h);
+  }
+};
+
+// sum + a[2i] b[2i] + a[2i + 1] b[2i + 1] in lane i: 32 bfloat16 products.
+inline Vec dot_pairs(Vec sum, const uint16_t* a, const uint16_t* b) {
+#if defined(__AVX512BF16__)
+  __m512bh x, y;
+  std::memcpy(&x, a, sizeof x);
+  std::memcpy(&y, b, sizeof y);
+  return (Vec)_mm512_dpbf16_ps((__m512)sum, x, y);
+#else
+  UVec x, y;
+  std::memcpy(&x, a, sizeof x);
+  std::memcpy(&y, b, sizeof y);
+  const UVec high = UVec{} + 0xffff0000u;
+  return (Vec)(x & high) * (Vec)(y & high) + ((Vec)(x << 16) * (Vec)(y << 16) + sum);
+#endif
+}
+
+template <class T>
+inline void widen_row(float* to, const typename T::Element* from, int size) {
+  int d = 0;
+  for (; d + kLanes <= size; d += kLanes) store(to + d, T::widen(from + d));
+  for (; d < size; ++d) to[d] = T::widen(from[d]);
+}
+
+// to[d] = f(d) for all d: `vector` computes sixteen at once, `scalar` the rest.
+template <class T, class Vector, class Scalar>
+inline void narrow_row(typename T::Element* to, int size, const Vector& vector, const Scalar& scalar) {
+  int d = 0;
+  for (; d + kLanes <= size; d += kLanes) T::narrow(to + d, vector(d));
+  for (; d < size; ++d) to[d] = T::narrow(scalar(d));
+}
+
+// The same for numbers that lie in memory.
+template <class T>
+inline void narrow_row(typename T::Element* to, const float* from, int size) {
+  narrow_row<T>(to, size, [&](int d) { return load(from + d); }, [&](int d) { return from[d]; });
+}
+
+}  // namespace

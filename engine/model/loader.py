@@ -1,0 +1,206 @@
+"""From a directory of safetensors to a model that runs: device, dtype, weights, attention."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from engine.batch import Batch
+from engine.cache.store import CacheShape, KVStore
+from engine.config import ModelConfig
+from engine.errors import ConfigurationError, ModelNotSupported
+from engine.model.attention.base import AttentionBackend
+from engine.model.attention.cpu import DTYPES as CPU_DTYPES
+from engine.model.attention.cpu import MAX_GROUP, CpuAttention
+from engine.model.attention.reference import ReferenceAttention
+from engine.model.linear import can_pack, has_native_bfloat16, pack_linears
+from engine.model.native import NativeUnavailable
+from engine.model.native_decoder import NativeDecoder, NativeRunner, why_not_native
+from engine.model.runner import ATTENTION, ModelRunner, cache_shape
+
+logger = logging.getLogger(__name__)
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+RUNNERS = ("auto", "native", "torch", "reference")
+
+#: Settings of a model's configuration that change its attention in ways paged attention does
+#: not implement.
+_UNSUPPORTED = ("attn_logit_softcapping", "attention_chunk_size", "attention_sink")
+
+
+class Runner(Protocol):
+    """Runs a model over packed batches: `NativeRunner` or `ModelRunner`."""
+
+    store: KVStore
+    device: torch.device
+    #: Rows a pass needs at least, so that every row is computed alike.
+    min_rows: int
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Writes the batch's K/V and returns logits [num_logits, V]; they are valid until the
+        next call."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModel:
+    """A model ready to be given pages.
+
+    Attributes:
+        make_runner: (num_pages, page_size) -> runner; allocates the K/V store.
+        runner_name: "native", "torch" or "reference".
+        shape: what the model stores per token.
+        device: where it runs.
+        vocab_size: token ids in use; the output layer may be padded beyond.
+        max_model_len: most tokens it was made for, or configured to.
+        eos_token_ids: tokens that end a text.
+    """
+
+    make_runner: Callable[[int, int], Runner]
+    runner_name: str
+    shape: CacheShape
+    device: torch.device
+    vocab_size: int
+    max_model_len: int
+    eos_token_ids: frozenset[int]
+
+
+def load_model(directory: Path, config: ModelConfig) -> LoadedModel:
+    """Loads a causal language model from a local directory; safetensors only, no remote code.
+
+    Raises:
+        ModelNotSupported: the model cannot be run here, and why.
+        ConfigurationError: dtype, device or attention cannot be had.
+    """
+    device = choose_device(config.device)
+    dtype = choose_dtype(config.dtype, device)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            directory,
+            dtype=dtype,
+            attn_implementation=ATTENTION,
+            use_safetensors=True,
+            local_files_only=True,
+            trust_remote_code=False,
+        )
+    except (OSError, ValueError) as error:
+        raise ModelNotSupported(f"{directory} cannot be loaded: {error}") from error
+    return adopt_model(model.to(device), config)
+
+
+def adopt_model(model: PreTrainedModel, config: ModelConfig) -> LoadedModel:
+    """Checks and prepares a model that is already in memory, with `ATTENTION` chosen."""
+    text = model.config.get_text_config()
+    if not getattr(model, "_supports_attention_backend", False):
+        raise ModelNotSupported(
+            f"{type(model).__name__} does not route its attention through transformers' "
+            "attention interface, so it cannot use a paged KV cache."
+        )
+    for name in _UNSUPPORTED:
+        if getattr(text, name, None):
+            raise ModelNotSupported(
+                f"{type(model).__name__} sets {name}, which paged attention does not implement."
+            )
+    own_limit = getattr(text, "max_position_embeddings", None) or 2**31
+    limit = config.max_model_len or own_limit
+    if limit > own_limit:
+        raise ConfigurationError(
+            f"max_model_len is {limit}, but the model was made for {own_limit} tokens; lower it."
+        )
+    model.eval().requires_grad_(False)
+    facts = (model.device, text.vocab_size, limit, _eos_token_ids(model))
+    if config.runner not in RUNNERS:
+        raise ConfigurationError(
+            f"runner is {config.runner!r}; choose one of {', '.join(RUNNERS)}."
+        )
+    if config.runner in ("auto", "native"):
+        decoder = _native_decoder(model, limit, required=config.runner == "native")
+        if decoder is not None:
+            return LoadedModel(partial(NativeRunner, decoder), "native", decoder.shape, *facts)
+    backend = _choose_attention(config.runner, model)
+    if can_pack(model.dtype, model.device):
+        pack_linears(model)
+    name = "torch" if isinstance(backend, CpuAttention) else "reference"
+    return LoadedModel(partial(ModelRunner, model, backend), name, cache_shape(model), *facts)
+
+
+def choose_device(name: str) -> torch.device:
+    """ "auto" is the first CUDA device if there is one, else the CPU."""
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device(name)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigurationError("device is cuda, but torch finds no CUDA device; use cpu.")
+    return device
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """ "auto" is bfloat16 where the device multiplies it natively, else float32."""
+    if name == "auto":
+        native = torch.cuda.is_bf16_supported() if device.type == "cuda" else has_native_bfloat16()
+        name = "bfloat16" if native else "float32"
+    if name not in _DTYPES:
+        raise ConfigurationError(f"dtype is {name!r}; choose one of auto, {', '.join(_DTYPES)}.")
+    return _DTYPES[name]
+
+
+def _native_decoder(
+    model: PreTrainedModel, max_model_len: int, *, required: bool
+) -> NativeDecoder | None:
+    """The model's weights repacked for the native decoder, or None if it cannot run there."""
+    reason = why_not_native(model)
+    if reason is None:
+        try:
+            return NativeDecoder(model, max_model_len)
+        except NativeUnavailable as error:
+            reason = str(error)
+    if required:
+        raise ConfigurationError(f"runner is native, but {reason}; use auto.")
+    logger.info("the native runner does not apply: %s", reason)
+    return None
+
+
+def _choose_attention(runner: str, model: PreTrainedModel) -> AttentionBackend:
+    """The native attention kernel where it applies; the reference where it does not."""
+    if runner == "reference":
+        return ReferenceAttention()
+    reason = _why_not_cpu(model)
+    if reason is None:
+        try:
+            return CpuAttention()
+        except NativeUnavailable as error:
+            reason = str(error)
+    if runner == "torch":
+        raise ConfigurationError(f"runner is torch, but {reason}; use reference.")
+    logger.warning("attention falls back to slow torch code: %s", reason)
+    return ReferenceAttention()
+
+
+def _why_not_cpu(model: PreTrainedModel) -> str | None:
+    text = model.config.get_text_config()
+    groups = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    if model.device.type != "cpu":
+        return f"the model is on {model.device}"
+    if model.dtype not in CPU_DTYPES:
+        return f"the kernel has no {model.dtype}"
+    if text.num_attention_heads // groups > MAX_GROUP:
+        return f"{text.num_attention_heads} heads in {groups} groups exceed its {MAX_GROUP} a group"
+    return None
+
+
+def _eos_token_ids(model: PreTrainedModel) -> frozenset[int]:
+    generation = getattr(model, "generation_config", None)
+    found = getattr(generation, "eos_token_id", None)
+    if found is None:
+        found = model.config.get_text_config().eos_token_id
+    if found is None:
+        return frozenset()
+    return frozenset([found] if isinstance(found, int) else found)

@@ -1,0 +1,108 @@
+"""Compiles the C++ kernels on the machine they run on, once, and caches the result."""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+
+from engine.model.paths import cache_directory
+
+logger = logging.getLogger(__name__)
+
+_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp", "-ffp-contract=fast", "-w")
+
+
+class NativeUnavailable(RuntimeError):
+    """No C++ compiler, or it failed; the message says which. Slower torch code does the work."""
+
+
+def find_compiler() -> str | None:
+    """The C++ compiler to use: $CXX, else the first of g++, clang++ and c++ on the PATH."""
+    for name in (os.environ.get("CXX"), "g++", "clang++", "c++"):
+        if name and (path := shutil.which(name)):
+            return path
+    return None
+
+
+def fields(kind: type, names: str) -> list[tuple[str, type]]:
+    """Fields of a `ctypes.Structure`: all of one kind, names separated by blanks."""
+    return [(name, kind) for name in names.split()]
+
+
+def load_kernels() -> ctypes.CDLL:
+    """The kernels of `engine.model.kernels`, compiled for this machine.
+
+    Raises:
+        NativeUnavailable: they cannot be compiled or loaded.
+    """
+    return compile_library(Path(__file__).parent / "kernels" / "kernels.cpp")
+
+
+def compile_library(source: Path) -> ctypes.CDLL:
+    """Compiles one C++ file into a shared library, unless that was done before, and loads it.
+
+    The cache key covers source, headers beside it, flags, compiler, torch and this machine's
+    CPU flags, since `-march=native` code may not run elsewhere.
+
+    Raises:
+        NativeUnavailable: it cannot be compiled or loaded.
+    """
+    compiler = find_compiler()
+    if compiler is None:
+        raise NativeUnavailable("no C++ compiler found (set CXX, or install g++)")
+    version = _run([compiler, "--version"])
+    texts = [path.read_text() for path in (source, *sorted(source.parent.glob("*.h")))]
+    parts = (*texts, " ".join(_FLAGS), version, torch.__version__, _cpu_flags())
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+    target = cache_directory() / "native" / f"{source.stem}-{key}.so"
+    if not target.exists():
+        logger.info("compiling %s with %s", source.name, compiler)
+        _build(compiler, source, target)
+    try:
+        return ctypes.CDLL(str(target))
+    except OSError as error:
+        raise NativeUnavailable(f"{target} cannot be loaded: {error}") from error
+
+
+def _build(compiler: str, source: Path, target: Path) -> None:
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=target.parent) as directory:
+            objects, library = Path(directory, "kernel.o"), Path(directory, "kernel.so")
+            _run([compiler, *_FLAGS, "-c", str(source), "-o", str(objects)])
+            _run([compiler, "-shared", str(objects), *_openmp(), "-o", str(library)])
+            library.replace(target)  # atomic: a second process sees all of it or nothing
+    except OSError as error:
+        raise NativeUnavailable(f"{target.parent} cannot be written: {error}") from error
+
+
+def _openmp() -> list[str]:
+    """Links the OpenMP runtime that torch carries, so that both share one pool of threads."""
+    bundled = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
+    return [str(bundled[0])] if bundled else ["-fopenmp"]
+
+
+def _run(command: list[str]) -> str:
+    try:
+        done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=300)
+    except subprocess.CalledProcessError as error:
+        raise NativeUnavailable(f"{command[0]} failed: {error.stderr.strip()[:500]}") from error
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise NativeUnavailable(f"{command[0]} cannot be run: {error}") from error
+    return done.stdout
+
+
+def _cpu_flags() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return ""
+    return next((line for line in lines if line.startswith(("flags", "Features"))), "")

@@ -1,0 +1,296 @@
+"""A whole Llama-family decoder as one native call per step.
+
+transformers runs a decoder as some thirty small operations per layer; at one row per step
+their overhead exceeds the work. Here the weights are repacked once, and one call runs all
+layers on a packed batch: `kernels/decoder.h`. Activations between the layers and the residual
+stream stay float32; matrix inputs and K/V are rounded to the weights' type.
+
+Every row is computed as if it were alone (see `kernels/matmul.h`), so tokens do not depend on
+how many rows share a pass. transformers' own forward is the reference in the tests.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from engine.batch import Batch
+from engine.cache.store import CacheShape, KVStore
+from engine.model.linear import has_native_bfloat16
+from engine.model.native import fields, load_kernels
+
+_LANES = 16
+_BLOCK = 2 * _LANES  # outputs per block of packed weights (`kBlockOutputs`)
+_MAX_GROUP = 16  # query heads per key/value head (`kTileRows`)
+
+#: Architectures whose layers are exactly what the kernel computes.
+ARCHITECTURES = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+)
+_STATIC_ROPE = ("default", "linear", "llama3", "yarn")
+
+
+class _Layer(ctypes.Structure):
+    """Mirrors `Layer` in kernels/decoder.h."""
+
+    _fields_ = [
+        *fields(ctypes.c_void_p, "input_norm post_norm qkv output gate_up down"),
+        *fields(ctypes.c_void_p, "qkv_bias output_bias gate_up_bias down_bias"),
+        *fields(ctypes.c_void_p, "query_norm key_norm key_cache value_cache"),
+        *fields(ctypes.c_int32, "window unused"),
+    ]
+
+
+class _Decoder(ctypes.Structure):
+    """Mirrors `Decoder` in kernels/decoder.h."""
+
+    _fields_ = [
+        ("layers", ctypes.POINTER(_Layer)),
+        *fields(ctypes.c_void_p, "embedding final_norm head cosines sines"),
+        *fields(ctypes.c_int32, "num_layers hidden intermediate vocab"),
+        *fields(ctypes.c_int32, "heads groups head_size bfloat16"),
+        *fields(ctypes.c_float, "epsilon scale"),
+    ]
+
+
+class _Step(ctypes.Structure):
+    """Mirrors `Step` in kernels/decoder.h."""
+
+    _fields_ = [
+        *fields(ctypes.c_void_p, "input_ids positions slots logit_rows"),
+        *fields(ctypes.c_void_p, "query_starts context_lengths page_tables"),
+        *fields(ctypes.c_void_p, "residual normed qkv gated logits"),
+        *fields(ctypes.c_int32, "rows num_logits sequences table_width page_size unused"),
+    ]
+
+
+def why_not_native(model: PreTrainedModel) -> str | None:
+    """Why this model cannot run natively, or None if it can."""
+    name, config = type(model).__name__, model.config
+    rope = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    groups = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    if name not in ARCHITECTURES:
+        return f"{name} is none of {', '.join(ARCHITECTURES)}"
+    if model.device.type != "cpu":
+        return f"the model is on {model.device}"
+    if model.dtype is torch.bfloat16 and not has_native_bfloat16():
+        return "this CPU does not multiply bfloat16 natively"
+    if model.dtype not in (torch.float32, torch.bfloat16):
+        return f"the kernel has no {model.dtype}"
+    if config.hidden_act != "silu":
+        return f"its activation is {config.hidden_act}"
+    if rope not in _STATIC_ROPE:
+        return f"its rotary embedding is {rope}"
+    if (
+        config.hidden_size % 2
+        or config.intermediate_size % 2
+        or model.model.layers[0].self_attn.head_dim % 2
+    ):
+        return "a layer's width is odd"
+    if config.num_attention_heads // groups > _MAX_GROUP:
+        return f"it has more than {_MAX_GROUP} query heads to a key/value head"
+    return None
+
+
+class NativeDecoder:
+    """A decoder's weights, repacked for the kernel.
+
+    Args:
+        model: one that `why_not_native` accepts; it may be freed afterwards.
+        max_model_len: positions to prepare rotary tables for.
+
+    Raises:
+        NativeUnavailable: the kernels cannot be compiled here.
+    """
+
+    def __init__(self, model: PreTrainedModel, max_model_len: int) -> None:
+        self._kernel = load_kernels().specserve_decode
+        self._kernel.argtypes = [ctypes.POINTER(_Decoder), ctypes.POINTER(_Step)]
+        self._kernel.restype = None
+        self._kept: list[torch.Tensor] = []  # what the kernel's pointers point to
+        self.dtype = model.dtype
+        body, config = model.model, model.config
+        attention = body.layers[0].self_attn
+        self.heads = config.num_attention_heads
+        self.groups = attention.k_proj.out_features // attention.head_dim
+        self.head_size = attention.head_dim
+        self.hidden, self.intermediate = config.hidden_size, config.intermediate_size
+        self.vocab = model.lm_head.out_features
+        self._layers = (_Layer * len(body.layers))(*map(self._layer, body.layers))
+        positions = torch.arange(max_model_len).unsqueeze(0)
+        cosines, sines = body.rotary_emb(torch.zeros(1, dtype=torch.float32), positions)
+        self._decoder = _Decoder(
+            layers=self._layers,
+            embedding=self._keep(body.embed_tokens.weight.detach()),
+            final_norm=self._keep(body.norm.weight.detach().float()),
+            head=self._keep(pack(model.lm_head.weight.detach())),
+            cosines=self._keep(cosines[0].float()),
+            sines=self._keep(sines[0].float()),
+            num_layers=len(body.layers),
+            hidden=self.hidden,
+            intermediate=self.intermediate,
+            vocab=self.vocab,
+            heads=self.heads,
+            groups=self.groups,
+            head_size=self.head_size,
+            bfloat16=self.dtype is torch.bfloat16,
+            epsilon=body.norm.variance_epsilon,
+            scale=attention.scaling,
+        )
+
+    @property
+    def shape(self) -> CacheShape:
+        """What it stores per token in a K/V cache."""
+        return CacheShape(len(self._layers), self.groups, self.head_size, self.dtype)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all weights and tables."""
+        return sum(t.numel() * t.element_size() for t in self._kept)
+
+    def bind(self, store: KVStore) -> None:
+        """Makes `store` the cache that the layers read and write."""
+        for layer, keys, values in zip(self._layers, store.keys, store.values, strict=True):
+            layer.key_cache, layer.value_cache = keys.data_ptr(), values.data_ptr()
+
+    def run(self, step: _Step) -> None:
+        """One pass."""
+        self._kernel(ctypes.byref(self._decoder), ctypes.byref(step))
+
+    def _layer(self, layer: Any) -> _Layer:
+        attention, mlp = layer.self_attn, layer.mlp
+        qkv = (attention.q_proj, attention.k_proj, attention.v_proj)
+        gate, up = mlp.gate_proj, mlp.up_proj
+        window = getattr(attention, "sliding_window", None)
+        if not hasattr(attention, "sliding_window"):
+            window = getattr(attention.config, "sliding_window", None)
+        return _Layer(
+            input_norm=self._keep(layer.input_layernorm.weight.detach().float()),
+            post_norm=self._keep(layer.post_attention_layernorm.weight.detach().float()),
+            qkv=self._keep(pack(torch.cat([p.weight.detach() for p in qkv]))),
+            output=self._keep(pack(attention.o_proj.weight.detach())),
+            gate_up=self._keep(pack(alternate(gate.weight.detach(), up.weight.detach()))),
+            down=self._keep(pack(mlp.down_proj.weight.detach())),
+            qkv_bias=self._bias(*qkv),
+            output_bias=self._bias(attention.o_proj),
+            gate_up_bias=self._gate_up_bias(gate, up),
+            down_bias=self._bias(mlp.down_proj),
+            query_norm=self._head_norm(attention, "q_norm"),
+            key_norm=self._head_norm(attention, "k_norm"),
+            window=window or 0,
+        )
+
+    def _bias(self, *layers: nn.Linear) -> int | None:
+        found = [_bias_of(layer) for layer in layers]
+        if all(bias is None for bias in found):
+            return None
+        parts = [
+            torch.zeros(layer.out_features) if bias is None else bias
+            for layer, bias in zip(layers, found, strict=True)
+        ]
+        return self._keep(pad_rows(torch.cat(parts)))
+
+    def _gate_up_bias(self, gate: nn.Linear, up: nn.Linear) -> int | None:
+        parts = _bias_of(gate), _bias_of(up)
+        if parts[0] is None or parts[1] is None:  # transformers gives both one, or neither
+            return None
+        return self._keep(alternate(parts[0], parts[1]))
+
+    def _head_norm(self, attention: nn.Module, name: str) -> int | None:
+        norm = getattr(attention, name, None)
+        return None if norm is None else self._keep(norm.weight.detach().float())
+
+    def _keep(self, tensor: torch.Tensor) -> int:
+        self._kept.append(tensor.contiguous())
+        return self._kept[-1].data_ptr()
+
+
+class NativeRunner:
+    """Runs a `NativeDecoder` over packed batches; the counterpart of `ModelRunner`.
+
+    Args:
+        decoder: the weights.
+        num_pages: pages of the pool; the store is allocated here.
+        page_size: tokens per page.
+    """
+
+    #: One row is computed like any other.
+    min_rows = 1
+
+    def __init__(self, decoder: NativeDecoder, num_pages: int, page_size: int) -> None:
+        self.device = torch.device("cpu")
+        self.store = KVStore(decoder.shape, num_pages, page_size, self.device)
+        self._decoder = decoder
+        self._rows = self._num_logits = 0
+        decoder.bind(self.store)
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """One packed pass: writes K/V, returns logits [num_logits, V] float32.
+
+        The logits live in a buffer that the next pass overwrites.
+        """
+        self._make_room(batch.input_ids.numel(), batch.num_logits)
+        step = _Step(
+            rows=batch.input_ids.numel(),
+            num_logits=batch.num_logits,
+            sequences=batch.context_lengths.numel(),
+            table_width=batch.page_tables.shape[1],
+            page_size=batch.page_size,
+        )
+        for name in ("input_ids", "positions", "slots", "logit_rows"):
+            setattr(step, name, getattr(batch, name).data_ptr())
+        for name in ("query_starts", "context_lengths", "page_tables"):
+            setattr(step, name, getattr(batch, name).data_ptr())
+        for name in ("residual", "normed", "qkv", "gated", "logits"):
+            setattr(step, name, getattr(self, f"_{name}").data_ptr())
+        self._decoder.run(step)
+        return self._logits[: batch.num_logits]
+
+    def _make_room(self, rows: int, num_logits: int) -> None:
+        """Grows the buffers; in the steady state they are just reused."""
+        decoder, dtype = self._decoder, self._decoder.dtype
+        if rows > self._rows:
+            self._rows = rows
+            heads = (decoder.heads + 2 * decoder.groups) * decoder.head_size
+            widest = max(decoder.hidden, decoder.heads * decoder.head_size)
+            self._residual = torch.empty(rows, decoder.hidden)
+            self._normed = torch.empty(rows, widest, dtype=dtype)
+            self._qkv = torch.empty(rows, -(-heads // _BLOCK) * _BLOCK)
+            self._gated = torch.empty(rows, decoder.intermediate, dtype=dtype)
+        if num_logits > self._num_logits or not hasattr(self, "_logits"):
+            self._num_logits = num_logits
+            self._logits = torch.empty(num_logits, decoder.vocab)
+
+
+def pack(weight: torch.Tensor) -> torch.Tensor:
+    """[N, K] -> blocks of 32 outputs: float32 [N/32, K, 32], bfloat16 [N/32, K/2, 32, 2]."""
+    weight = pad_rows(weight)
+    outputs, inputs = weight.shape
+    if weight.dtype is torch.float32:
+        return weight.view(-1, _BLOCK, inputs).transpose(1, 2).contiguous()
+    return weight.view(outputs // _BLOCK, _BLOCK, inputs // 2, 2).transpose(1, 2).contiguous()
+
+
+def alternate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """[I, ...] and [I, ...] -> [2 I', ...]: sixteen outputs of one, then of the other."""
+    parts = [pad_rows(t, _LANES) for t in (gate, up)]
+    blocks = [t.view(-1, _LANES, *t.shape[1:]) for t in parts]
+    return torch.stack(blocks, dim=1).flatten(0, 2)
+
+
+def pad_rows(tensor: torch.Tensor, multiple: int = _BLOCK) -> torch.Tensor:
+    """Appends zero rows until their number is a multiple."""
+    missing = -tensor.shape[0] % multiple
+    return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])]) if missing else tensor
+
+
+def _bias_of(layer: nn.Module) -> torch.Tensor | None:
+    bias: torch.Tensor | None = layer.bias  # type: ignore[assignment]
+    return None if bias is None else bias.detach().float()

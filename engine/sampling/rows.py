@@ -1,0 +1,32 @@
+"""`SamplingRow`: what one row of logits needs to know to become a token."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine.types import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingRow:
+    """One position of one sequence that awaits a token.
+
+    Args:
+        params: how the caller wants tokens drawn.
+        prompt: token ids of the prompt.
+        generated: committed tokens after the prompt, then the draft tokens before this row.
+        position: absolute index of the token to be drawn; the first token after a prompt of
+            length n has position n.
+        seed: 64 bits that key the request's noise.
+        choice: which of the request's n choices this is.
+        eos_token_ids: tokens that end a text of this model.
+    """
+
+    params: SamplingParams
+    prompt: Sequence[int]
+    generated: Sequence[int]
+    position: int
+    seed: int
+    choice: int
+    eos_token_ids: frozenset[int]

@@ -1,0 +1,205 @@
+"""Who gets which tokens into the next step: queues, token budget, pages, preemption.
+
+There are no phases. A sequence has committed tokens the target has not been fed yet; the
+scheduler decides how many of them go into the step. One left is a decode, many left is a
+prefill (first, chunked, or again after a preemption), and whoever is fed to the end gets a
+new token, plus one for every draft token that is accepted.
+"""
+
+from __future__ import annotations
+
+import bisect
+from dataclasses import dataclass
+
+from engine.cache.pages import TARGET, PagePool
+from engine.config import SchedulerConfig
+from engine.sequence import Sequence, Status
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledSequence:
+    """One sequence's part in a step.
+
+    Attributes:
+        num_feed: committed tokens to feed, from `num_cached` on.
+        samples: whether the feed reaches the end, so that a new token is drawn.
+        max_draft: draft tokens that have pages and budget; the planner may use fewer.
+    """
+
+    sequence: Sequence
+    num_feed: int
+    samples: bool
+    max_draft: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What the scheduler decided for one step."""
+
+    scheduled: tuple[ScheduledSequence, ...]
+    preemptions: int
+    prefix_query_tokens: int
+    prefix_hit_tokens: int
+
+    @property
+    def prefill_tokens(self) -> int:
+        """Committed tokens fed beyond the one that every decode needs."""
+        return sum(s.num_feed - 1 if s.samples else s.num_feed for s in self.scheduled)
+
+
+class Scheduler:
+    """Continuous batching over a page pool.
+
+    Sequences are served by priority, then in order of arrival. When pages run out, draft
+    lengths shrink first; then the youngest sequence gives its pages back and is queued again.
+
+    Args:
+        config: limits of a step and of the queue.
+        pool: the pages.
+    """
+
+    def __init__(self, config: SchedulerConfig, pool: PagePool) -> None:
+        self.config = config
+        self.pool = pool
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self._planned: dict[Sequence, int] = {}  # sequence -> committed tokens it is fed
+        self._preemptions = 0
+        self._prefix_query_tokens = 0
+        self._prefix_hit_tokens = 0
+
+    def add(self, sequence: Sequence) -> None:
+        """Queues a sequence."""
+        bisect.insort(self.waiting, sequence, key=lambda s: s.order)
+
+    def remove(self, sequence: Sequence) -> None:
+        """Takes a finished or aborted sequence out, wherever it is, and frees its pages."""
+        queue = self.running if sequence.status is Status.RUNNING else self.waiting
+        queue.remove(sequence)
+        self.pool.free(sequence.table)
+        sequence.status = Status.FINISHED
+
+    def plan(self) -> StepPlan:
+        """Decides the next step and reserves the pages it writes to."""
+        self._planned = {}
+        self._preemptions = self._prefix_query_tokens = self._prefix_hit_tokens = 0
+        budget = self.config.max_batch_tokens
+        budget -= self._plan_decodes()
+        budget, reserved = self._split_budget(budget)
+        budget = self._plan_prefills(budget)
+        budget = self._admit(budget)
+        drafts = self._grant_drafts(budget + reserved)
+        return StepPlan(
+            scheduled=tuple(
+                ScheduledSequence(s, fed, fed == s.num_uncached and s.room > 0, drafts.get(s, 0))
+                for s, fed in self._planned.items()
+            ),
+            preemptions=self._preemptions,
+            prefix_query_tokens=self._prefix_query_tokens,
+            prefix_hit_tokens=self._prefix_hit_tokens,
+        )
+
+    # -- the parts of a plan -------------------------------------------------------------
+
+    def _plan_decodes(self) -> int:
+        """Every decoding sequence is fed its one token; returns the tokens used."""
+        for sequence in sorted(self.running, key=lambda s: s.order):
+            decodes = sequence.status is Status.RUNNING and sequence.num_uncached == 1
+            if decodes and self._reserve_or_preempt(sequence):
+                self._planned[sequence] = 1
+        return len(self._planned)
+
+    def _split_budget(self, budget: int) -> tuple[int, int]:
+        """Sets aside tokens for drafts, but never more than half while prefills want them."""
+        wanted = sum(s.max_draft for s in self._planned)
+        busy = self.waiting or len(self._planned) < len(self.running)
+        reserved = min(wanted, budget // 2 if busy else budget)
+        return budget - reserved, reserved
+
+    def _plan_prefills(self, budget: int) -> int:
+        """Running sequences with more than one token to feed get what the budget gives."""
+        for sequence in sorted(self.running, key=lambda s: s.order):
+            if budget > 0 and sequence not in self._planned and sequence.num_uncached > 1:
+                self._planned[sequence] = min(budget, sequence.num_uncached)
+                budget -= self._planned[sequence]
+        return budget
+
+    def _admit(self, budget: int) -> int:
+        """Waiting sequences join while there is room for their whole prompt.
+
+        A choice whose sibling is just prefilling the same prompt is passed over: a step or
+        two later it finds those pages in the prefix index.
+        """
+        prefilling = {id(s.request) for s in self.running if not s.num_generated}
+        for sequence in list(self.waiting):
+            if budget <= 0 or len(self.running) >= self.config.max_sequences:
+                break
+            if self.pool.prefix_reuse and id(sequence.request) in prefilling:
+                continue
+            if self._preemptions or not self._start(sequence):
+                break  # first come, first served: nobody overtakes for being smaller
+            prefilling.add(id(sequence.request))
+            self._planned[sequence] = min(budget, sequence.num_uncached)
+            budget -= self._planned[sequence]
+        return budget
+
+    def _start(self, sequence: Sequence) -> bool:
+        """Moves a sequence to `running` with pages for all its tokens, if there are enough
+        and every running sequence could still take its next page (else it would be preempted
+        right away)."""
+        pool, table = self.pool, sequence.table
+        # A prompt whose log probabilities are wanted must pass through the model whole.
+        hit = 0 if sequence.wants_prompt_logprobs else pool.match_prefix(table, sequence.tokens)
+        fits = pool.reserve(table, len(sequence.tokens))
+        if not fits or pool.num_available < len(self.running):
+            pool.free(table)
+            return False
+        self._prefix_query_tokens += len(sequence.tokens)
+        self._prefix_hit_tokens += hit
+        if sequence.first_scheduled is None:
+            sequence.cached_prompt_tokens = hit
+        self.waiting.remove(sequence)
+        sequence.status = Status.RUNNING
+        self.running.append(sequence)
+        return True
+
+    def _reserve_or_preempt(self, sequence: Sequence) -> bool:
+        """Reserves the page of a decode's new token, taking pages from younger sequences.
+
+        Returns:
+            False if the sequence itself was the youngest and had to go.
+        """
+        while not self.pool.reserve(sequence.table, len(sequence.tokens)):
+            victim = max((s for s in self.running if s not in self._planned), key=lambda s: s.order)
+            self._preempt(victim)
+            if victim is sequence:
+                return False
+        return True
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Frees a sequence's pages and queues it again; it is recomputed when it returns."""
+        self.running.remove(sequence)
+        self.pool.free(sequence.table)
+        sequence.status = Status.WAITING
+        sequence.preemptions += 1
+        self._preemptions += 1
+        self.add(sequence)
+
+    def _grant_drafts(self, budget: int) -> dict[Sequence, int]:
+        """Shares budget and free pages among decoding sequences; nobody is preempted for a
+        draft. A draft is never longer than the room left, less the token that follows it."""
+        wants = {
+            s: min(s.max_draft, s.room - 1)
+            for s, fed in self._planned.items()
+            if fed == s.num_uncached and s.num_generated and min(s.max_draft, s.room - 1) > 0
+        }
+        granted: dict[Sequence, int] = {}
+        for left, (sequence, want) in zip(range(len(wants), 0, -1), wants.items(), strict=True):
+            length = min(want, -(-budget // left))
+            while length and not self.pool.reserve(
+                sequence.table, sequence.table.num_cached[TARGET] + self._planned[sequence] + length
+            ):
+                length -= 1
+            granted[sequence] = length
+            budget -= length
+        return granted

@@ -1,0 +1,49 @@
+"""What a step did, as plain numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+
+from engine.draft.drafter import DraftProposal, Verdict
+from engine.scheduler import Scheduler, StepPlan
+from engine.types import StepStats
+
+
+def step_stats(
+    plan: StepPlan,
+    proposal: DraftProposal,
+    verdicts: Seq[Verdict],
+    times: tuple[float, float, float, float],
+    scheduler: Scheduler,
+) -> StepStats:
+    """Sums up a step.
+
+    Args:
+        times: when it started, drafting ended, the target's pass ended, and it ended.
+        scheduler: as it is after the step.
+    """
+    started, drafted, verified, ended = times
+    pool = scheduler.pool
+    return StepStats(
+        seconds=ended - started,
+        draft_seconds=drafted - started,
+        verify_seconds=verified - drafted,
+        sample_seconds=ended - verified,
+        running=len(scheduler.running),
+        waiting=len(scheduler.waiting),
+        prefill_tokens=plan.prefill_tokens,
+        decode_sequences=sum(bool(v.emitted) for v in verdicts),
+        emitted_tokens=sum(len(v.emitted) for v in verdicts),
+        drafted_by_position=by_position([len(draft) for draft in proposal.tokens]),
+        accepted_by_position=by_position([v.accepted for v in verdicts]),
+        pages_used=pool.num_used,
+        pages_total=pool.num_pages,
+        preemptions=plan.preemptions,
+        prefix_query_tokens=plan.prefix_query_tokens,
+        prefix_hit_tokens=plan.prefix_hit_tokens,
+    )
+
+
+def by_position(lengths: Seq[int]) -> tuple[int, ...]:
+    """[i] = how many of `lengths` exceed i."""
+    return tuple(sum(n > i for n in lengths) for i in range(max(lengths, default=0)))

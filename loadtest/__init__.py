@@ -1,0 +1,1 @@
+"""Load test for any OpenAI-compatible server, over HTTP alone: `python -m loadtest run --help`."""

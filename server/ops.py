@@ -1,0 +1,148 @@
+"""Everything around generation: models, health, metrics, tokenizer."""
+
+from __future__ import annotations
+
+from importlib import metadata
+from typing import Any
+
+from fastapi import APIRouter
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.responses import JSONResponse, Response
+
+from server.body import StrictRoute
+from server.checks import check_model, plain_messages
+from server.context import ServerContext
+from server.errors import ApiError
+from server.schemas import DetokenizeRequest, ErrorResponse, TokenizeRequest
+from server.text import TextCodec
+from server.translate import check_token_ids
+
+
+def ops_router(context: ServerContext) -> APIRouter:
+    """Health, metrics, models and tokenizer routes."""
+    router = APIRouter()
+    _add_health(router, context)
+    _add_models(router, context)
+    tokenizer = APIRouter(route_class=StrictRoute)
+    _add_tokenizer(tokenizer, context)
+    router.include_router(tokenizer)
+    return router
+
+
+def version() -> str:
+    """The installed version of specserve."""
+    try:
+        return metadata.version("specserve")
+    except metadata.PackageNotFoundError:  # run from a source tree
+        return "0.0.0"
+
+
+def _add_health(router: APIRouter, context: ServerContext) -> None:
+    def health() -> Response:
+        """200 while the server takes requests, else 503 with the reason."""
+        status = context.status()
+        if status == "ready":
+            return JSONResponse({"status": "ok"})
+        return JSONResponse({"status": status}, status_code=503)
+
+    for path in ("/health", "/readyz", "/ping"):
+        router.add_api_route(path, health, methods=["GET"], tags=["health"], name=path[1:])
+
+    @router.get("/livez", tags=["health"])
+    async def livez() -> Response:
+        """503 if only a restart helps: the engine died, could not start, or hangs."""
+        status = context.status()
+        if status in ("dead", "failed", "stopped"):
+            return JSONResponse({"status": status}, status_code=503)
+        if context.engine.step_age > context.options.stuck_after_seconds:
+            return JSONResponse({"status": "stuck"}, status_code=503)
+        return JSONResponse({"status": "ok"})
+
+    @router.get("/metrics", tags=["health"])
+    async def metrics() -> Response:
+        """Prometheus metrics."""
+        up = context.status() == "ready"
+        text = context.metrics.render(
+            context.engine.info if up else None, step_age=context.engine.step_age
+        )
+        return Response(text, media_type=CONTENT_TYPE_LATEST)
+
+    @router.get("/version", tags=["health"])
+    async def server_version() -> dict[str, str]:
+        """The version of the server."""
+        return {"version": version()}
+
+    @router.get("/load", tags=["health"])
+    async def load() -> dict[str, int]:
+        """Generation requests being answered now."""
+        return {"server_load": context.load}
+
+
+def _add_models(router: APIRouter, context: ServerContext) -> None:
+    def card() -> dict[str, Any]:
+        ready = context.status() == "ready"
+        return {
+            "id": context.model_name,
+            "object": "model",
+            "created": context.created,
+            "owned_by": "specserve",
+            "root": context.model_name,
+            "parent": None,
+            "max_model_len": context.engine.info.max_model_len if ready else None,
+        }
+
+    @router.get("/v1/models", tags=["models"])
+    async def models() -> dict[str, Any]:
+        """The one model that is served."""
+        return {"object": "list", "data": [card()]}
+
+    @router.get("/v1/models/{model:path}", tags=["models"], responses={"4XX": _ERROR})
+    async def model_card(model: str) -> dict[str, Any]:
+        """The served model by its id."""
+        check_model(context, model)
+        return card()
+
+
+_ERROR: dict[str, Any] = {"model": ErrorResponse}
+
+
+def _add_tokenizer(router: APIRouter, context: ServerContext) -> None:
+    @router.post("/tokenize", tags=["tokenizer"], responses={"4XX": _ERROR, "5XX": _ERROR})
+    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+        """The token ids of a text or of a conversation."""
+        codec = context.codec()
+        check_model(context, body.model)
+        text = _text_to_tokenize(codec, body)
+        special = body.add_special_tokens
+        if special is None:
+            special = body.messages is None
+        [tokens] = await codec.encode([text], add_special_tokens=special)
+        return {
+            "count": len(tokens),
+            "max_model_len": context.engine.info.max_model_len,
+            "tokens": tokens,
+            "token_strs": (
+                [codec.token_piece(token) for token in tokens] if body.return_token_strs else None
+            ),
+        }
+
+    @router.post("/detokenize", tags=["tokenizer"], responses={"4XX": _ERROR, "5XX": _ERROR})
+    async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
+        """The text of token ids; special tokens are written out."""
+        codec = context.codec()
+        check_model(context, body.model)
+        check_token_ids(body.tokens, context.engine.info, "tokens")
+        text = codec.decode(body.tokens, skip_special_tokens=False)
+        return {"prompt": text, "content": text}
+
+
+def _text_to_tokenize(codec: TextCodec, body: TokenizeRequest) -> str:
+    if body.messages is not None:
+        return codec.render_chat(
+            plain_messages(body.messages),
+            add_generation_prompt=body.add_generation_prompt is not False,
+        )
+    text = body.prompt if body.prompt is not None else body.content
+    if text is None:
+        raise ApiError(400, "Send prompt, content or messages.", param="prompt")
+    return text

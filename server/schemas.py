@@ -1,0 +1,276 @@
+"""Requests and responses of the API, nothing else.
+
+Requests are validated strictly: "16" is no number, true no integer, 1.5 no whole number; null
+means "default" everywhere. Ranges are checked where the values are used. Responses are plain
+dictionaries with these shapes, since they are written once for every few tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal, NotRequired
+
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator
+from typing_extensions import TypedDict
+
+Prompt = str | list[str] | list[int] | list[list[int]]
+
+
+def _check_prompt(value: Any) -> Prompt:
+    """Tells the four shapes of a prompt apart without trying each in turn."""
+    if isinstance(value, str):
+        items: list[Any] = [value]
+    elif isinstance(value, list) and value:
+        items = value
+    else:
+        raise ValueError(
+            "send a non-empty string, list of strings, list of token ids, or list "
+            "of lists of token ids"
+        )
+    first = type(items[0])
+    if first is bool or any(type(item) is not first for item in items):
+        raise ValueError("a list must hold only strings, only token ids, or only lists")
+    if first is list:
+        if not all(items):
+            raise ValueError("a list of token ids is empty; send at least one token")
+        if any(type(token) is not int for item in items for token in item):
+            raise ValueError("token ids must be integers")
+    elif first is str:
+        if not all(items):
+            raise ValueError("a prompt is an empty string; send at least one character")
+    elif first is not int:
+        raise ValueError("send strings or token ids (integers)")
+    return value  # type: ignore[no-any-return]
+
+
+class StreamOptions(BaseModel):
+    """Only with `stream`."""
+
+    model_config = ConfigDict(strict=True)
+
+    include_usage: bool | None = Field(None, description="One more chunk, with the usage.")
+    continuous_usage_stats: bool | None = Field(
+        None, description="With include_usage: usage in every chunk."
+    )
+    include_obfuscation: bool | None = Field(None, description="Accepted, without effect.")
+
+
+class TextPart(BaseModel):
+    """A piece of text."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["text"]
+    text: str
+
+
+class Prediction(BaseModel):
+    """Predicted Outputs: text the answer will probably contain. Changes speed, never text."""
+
+    model_config = ConfigDict(strict=True)
+
+    type: Literal["content"]
+    content: str | Annotated[list[TextPart], Field(min_length=1)]
+
+
+class SpeculationOptions(BaseModel):
+    """What this request asks of speculation. Changes speed, never text."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    enabled: bool | None = Field(None, description="false switches speculation off.")
+    drafter: str | None = Field(None, description="A loaded drafter, or none.")
+    max_draft: int | None = Field(None, description="Most draft tokens a step, 0 to 64.")
+
+
+class GenerationRequest(BaseModel):
+    """What completions and chat completions have in common."""
+
+    model_config = ConfigDict(strict=True, extra="allow")
+
+    model: str | None = Field(None, description="The served model; may be left out.")
+    frequency_penalty: float | None = Field(None, description="-2 to 2.")
+    presence_penalty: float | None = Field(None, description="-2 to 2.")
+    repetition_penalty: float | None = Field(None, description="Above 0; 1 = off.")
+    temperature: float | None = Field(None, description="0 to 2; 0 = greedy; default 1.")
+    top_p: float | None = Field(None, description="0 to 1; default 1; 0 = greedy.")
+    top_k: int | None = Field(None, description="0 or -1 = off.")
+    min_p: float | None = Field(None, description="0 to 1; 0 = off.")
+    logit_bias: dict[str, float] | None = Field(None, description="Token id to -100..100.")
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    max_tokens: int | None = None
+    min_tokens: int | None = None
+    ignore_eos: bool | None = None
+    n: int | None = Field(None, description="1 to 128.")
+    seed: int | None = Field(None, description="Signed 64-bit.")
+    stop: str | list[str] | None = Field(None, description="Up to 16 strings.")
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool | None = None
+    skip_special_tokens: bool | None = Field(None, description="Default true.")
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: int | None = Field(
+        None, description="Keep so many prompt tokens; -1 = as many as the context has room for."
+    )
+    truncation_side: Literal["left", "right"] | None = Field(
+        None, description="Where truncation removes tokens; default left."
+    )
+    prompt_logprobs: int | None = None
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = Field(
+        None, description="Prefix pages are shared only under the same salt."
+    )
+    priority: int | None = Field(None, description="Lower runs first; default 0.")
+    request_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,128}$")] | None = None
+    user: str | None = None
+    speculation: SpeculationOptions | None = None
+    prediction: Prediction | None = None
+
+
+class CompletionRequest(GenerationRequest):
+    """POST /v1/completions."""
+
+    prompt: Annotated[Prompt, PlainValidator(_check_prompt, json_schema_input_type=Prompt)]
+    best_of: int | None = Field(None, description="1 to 20, at least n, not with stream.")
+    echo: bool | None = None
+    logprobs: int | None = Field(None, description="0 to 20 alternates; 0 is not null.")
+
+
+class ChatMessage(BaseModel):
+    """One message. Tools and media are not supported."""
+
+    model_config = ConfigDict(strict=True)
+
+    role: Literal["developer", "system", "user", "assistant"]
+    content: str | Annotated[list[TextPart], Field(min_length=1)]
+    name: str | None = None
+
+
+class ChatCompletionRequest(GenerationRequest):
+    """POST /v1/chat/completions."""
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    max_completion_tokens: int | None = Field(None, description="Default: the context's rest.")
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, description="0 to 20; needs logprobs.")
+    add_generation_prompt: bool | None = Field(None, description="Default true.")
+    continue_final_message: bool | None = None
+
+
+class TokenizeRequest(BaseModel):
+    """POST /tokenize: `prompt` (or `content`), or `messages`."""
+
+    model_config = ConfigDict(strict=True)
+
+    model: str | None = None
+    prompt: str | None = None
+    content: str | None = None
+    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    add_special_tokens: bool | None = Field(None, description="Default true, false for messages.")
+    add_generation_prompt: bool | None = Field(None, description="Default true.")
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(BaseModel):
+    """POST /detokenize."""
+
+    model_config = ConfigDict(strict=True)
+
+    model: str | None = None
+    tokens: list[int]
+
+
+class ErrorBody(TypedDict):
+    """What went wrong."""
+
+    message: str
+    type: str
+    param: str | None
+    code: str | None
+
+
+class ErrorResponse(TypedDict):
+    """Every error of the server."""
+
+    error: ErrorBody
+
+
+class Usage(TypedDict):
+    """Tokens a request took."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+    prompt_tokens_details: dict[str, int]
+    completion_tokens_details: dict[str, int]
+
+
+class Speculation(TypedDict):
+    """What speculation did."""
+
+    drafted: int
+    accepted: int
+    target_passes: int
+    tokens_per_pass: float | None
+
+
+class CompletionLogprobs(TypedDict):
+    """Four lists of equal length; offsets count characters of the returned text."""
+
+    tokens: list[str]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
+    text_offset: list[int]
+
+
+class CompletionChoice(TypedDict):
+    """One completion."""
+
+    index: int
+    text: str
+    logprobs: CompletionLogprobs | None
+    finish_reason: str | None
+    stop_reason: NotRequired[str | int | None]
+    token_ids: NotRequired[list[int]]
+    prompt_token_ids: NotRequired[list[int]]
+    prompt_logprobs: NotRequired[list[dict[str, Any] | None]]
+
+
+class CompletionResponse(TypedDict):
+    """The answer of /v1/completions, and every chunk of its stream."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[CompletionChoice]
+    usage: NotRequired[Usage | None]
+    speculation: NotRequired[Speculation]
+
+
+class ChatChoice(TypedDict):
+    """One answer; a stream has `delta` in place of `message`."""
+
+    index: int
+    message: NotRequired[dict[str, Any]]
+    delta: NotRequired[dict[str, Any]]
+    logprobs: dict[str, Any] | None
+    finish_reason: str | None
+    stop_reason: NotRequired[str | int | None]
+    token_ids: NotRequired[list[int]]
+
+
+class ChatCompletionResponse(TypedDict):
+    """The answer of /v1/chat/completions, and every chunk of its stream."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+    choices: list[ChatChoice]
+    usage: NotRequired[Usage | None]
+    speculation: NotRequired[Speculation]
+    prompt_token_ids: NotRequired[list[int]]
+    prompt_logprobs: NotRequired[list[dict[str, Any] | None]]

@@ -1,0 +1,185 @@
+"""Metrics of the engine's steps: load, cache, speculation, and where the time goes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from engine.types import EngineInfo, StepStats
+
+_STEP_SECONDS = (0.0001, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
+_STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+
+_MODEL = "model_name"
+
+
+class Instruments:
+    """Makes metrics that carry the served model's name.
+
+    Args:
+        registry: where they are registered.
+        model_name: the only value of their `model_name` label.
+    """
+
+    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
+        self.registry = registry
+        self.model_name = model_name
+
+    def counter(self, name: str, text: str) -> Counter:
+        """A counter; `name` without its ``_total``."""
+        return Counter(name, text, [_MODEL], registry=self.registry).labels(self.model_name)
+
+    def gauge(self, name: str, text: str) -> Gauge:
+        """A gauge."""
+        return Gauge(name, text, [_MODEL], registry=self.registry).labels(self.model_name)
+
+    def histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
+        """A histogram with the given upper bounds."""
+        return Histogram(name, text, [_MODEL], registry=self.registry, buckets=buckets).labels(
+            self.model_name
+        )
+
+    def labelled_counter(self, name: str, text: str, label: str) -> Counter:
+        """A counter with one more label; use `.labels(model_name, value)`."""
+        return Counter(name, text, [_MODEL, label], registry=self.registry)
+
+
+class TokensPerStep(Collector):
+    """Histogram of the tokens a sequence gained from one target pass.
+
+    Filled from counts, so that a step costs a few additions and not an observation for each
+    sequence. `accepted_by_position` says how many sequences accepted at least i + 1 drafts,
+    and every pass adds one token of the target's own; the difference of neighbours is the
+    number of sequences with exactly so many.
+    """
+
+    def __init__(self, model_name: str) -> None:
+        self._model_name = model_name
+        self._counts = [0]
+
+    def add(self, sequences: int, accepted_by_position: Sequence[int]) -> None:
+        """Adds the sequences of one step."""
+        at_least = [sequences, *accepted_by_position, 0]
+        self._counts.extend([0] * (len(at_least) - 1 - len(self._counts)))
+        for index, (count, following) in enumerate(pairwise(at_least)):
+            self._counts[index] += count - following
+
+    def collect(self) -> Iterator[Metric]:
+        total, weighted = 0, 0
+        buckets: list[tuple[str, float]] = []
+        for tokens, count in enumerate(self._counts, 1):
+            total += count
+            weighted += tokens * count
+            buckets.append((str(float(tokens)), total))
+        family = HistogramMetricFamily(
+            "specserve_spec_tokens_per_step",
+            "Tokens a sequence gained from one target pass.",
+            labels=[_MODEL],
+        )
+        family.add_metric([self._model_name], [*buckets, ("+Inf", total)], sum_value=weighted)
+        yield family
+
+
+class StepMetrics:
+    """Turns `StepStats` into metrics.
+
+    The engine reports only when it steps, so its last report goes stale when it falls idle.
+    What is in flight is known here at every moment; the gauges are bounded by it.
+    """
+
+    def __init__(self, make: Instruments) -> None:
+        self._make = make
+        self.in_flight = 0  # choices submitted and not finished
+        self._last: StepStats | None = None
+        self._running = make.gauge("vllm:num_requests_running", "Sequences in the batch.")
+        self._waiting = make.gauge("vllm:num_requests_waiting", "Sequences that wait.")
+        self._pages = make.gauge("vllm:kv_cache_usage_perc", "Share of KV pages in use, 0 to 1.")
+        counter = make.counter
+        self._queries = counter("vllm:prefix_cache_queries", "Prompt tokens looked up for reuse.")
+        self._hits = counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix index.")
+        self._preemptions = counter("vllm:num_preemptions", "Sequences that lost their pages.")
+        self._steps = counter("specserve_target_forwards", "Passes of the target model.")
+        self._drafts = counter("vllm:spec_decode_num_drafts", "Drafts the target checked.")
+        self._drafted = counter("vllm:spec_decode_num_draft_tokens", "Draft tokens checked.")
+        self._accepted = counter("vllm:spec_decode_num_accepted_tokens", "Draft tokens kept.")
+        self._by_position = make.labelled_counter(
+            "vllm:spec_decode_num_accepted_tokens_per_pos", "Draft tokens kept.", "position"
+        )
+        self._drafted_by_position = make.labelled_counter(
+            "specserve_spec_draft_tokens_per_pos", "Draft tokens checked.", "position"
+        )
+        self._times(make)
+        self._cache_info = Gauge(
+            "vllm:cache_config_info",
+            "The KV cache: tokens per page, and pages.",
+            [_MODEL, "block_size", "num_gpu_blocks"],
+            registry=make.registry,
+        )
+        self._method_info = Gauge(
+            "specserve_spec_method_info",
+            "Drafters that are loaded, and their longest draft.",
+            [_MODEL, "method", "max_draft"],
+            registry=make.registry,
+        )
+        self._tokens_per_step = TokensPerStep(make.model_name)
+        make.registry.register(self._tokens_per_step)
+
+    def _times(self, make: Instruments) -> None:
+        histogram = make.histogram
+        self._iteration = histogram("vllm:iteration_tokens_total", "Tokens a step.", _STEP_TOKENS)
+        seconds = "seconds of a step"
+        self._step_seconds = histogram("specserve_step_seconds", f"All {seconds}.", _STEP_SECONDS)
+        self._draft_seconds = histogram(
+            "specserve_spec_draft_seconds", f"Drafting {seconds}.", _STEP_SECONDS
+        )
+        self._verify_seconds = histogram(
+            "specserve_spec_verify_seconds", f"Target pass {seconds}.", _STEP_SECONDS
+        )
+        self._sample_seconds = histogram(
+            "specserve_spec_sample_seconds", f"Sampling and verdict {seconds}.", _STEP_SECONDS
+        )
+
+    def on_step(self, stats: StepStats) -> None:
+        """Counts one engine step; called on the event loop, so it must be quick."""
+        self._last = stats
+        self._queries.inc(stats.prefix_query_tokens)
+        self._hits.inc(stats.prefix_hit_tokens)
+        self._preemptions.inc(stats.preemptions)
+        self._steps.inc()
+        self._iteration.observe(stats.prefill_tokens + stats.emitted_tokens)
+        self._step_seconds.observe(stats.seconds)
+        self._verify_seconds.observe(stats.verify_seconds)
+        self._sample_seconds.observe(stats.sample_seconds)
+        if stats.decode_sequences:
+            self._tokens_per_step.add(stats.decode_sequences, stats.accepted_by_position)
+        if not stats.drafted_by_position:
+            return
+        self._draft_seconds.observe(stats.draft_seconds)
+        self._drafts.inc(stats.drafted_by_position[0])
+        self._drafted.inc(sum(stats.drafted_by_position))
+        self._accepted.inc(sum(stats.accepted_by_position))
+        name = self._make.model_name
+        for position, count in enumerate(stats.drafted_by_position):
+            self._drafted_by_position.labels(name, str(position)).inc(count)
+        for position, count in enumerate(stats.accepted_by_position):
+            self._by_position.labels(name, str(position)).inc(count)
+
+    def refresh(self) -> None:
+        """Sets the gauges; called before a scrape."""
+        last = self._last
+        running = min(last.running, self.in_flight) if last is not None else 0
+        self._running.set(running)
+        self._waiting.set(self.in_flight - running)
+        used = last.pages_used / max(1, last.pages_total) if last is not None else 0.0
+        self._pages.set(used if self.in_flight else 0.0)
+
+    def describe(self, info: EngineInfo) -> None:
+        """Publishes what the started engine is."""
+        name = self._make.model_name
+        self._cache_info.labels(name, str(info.page_size), str(info.num_pages)).set(1)
+        for drafter in info.drafters:
+            self._method_info.labels(name, drafter, str(info.max_draft)).set(1)

@@ -1,0 +1,156 @@
+"""/v1/chat/completions, whole answers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import pytest
+from transformers import PreTrainedTokenizerFast
+
+from server.app import create_app
+from tests.server.support import MODEL, TEXT, FakeEngine, call, ids, make_app, make_tokenizer
+
+HELLO = [{"role": "user", "content": "hi"}]
+
+
+def chat(engine: FakeEngine, **body: Any) -> httpx.Response:
+    return call(make_app(engine), "POST", "/v1/chat/completions", json={"messages": HELLO, **body})
+
+
+def test_the_answer_has_openais_shape() -> None:
+    engine = FakeEngine()
+    body = chat(engine).json()
+    assert body["object"] == "chat.completion"
+    assert body["id"].startswith("chatcmpl-")
+    assert body["choices"] == [
+        {
+            "index": 0,
+            "message": {"role": "assistant", "content": TEXT, "refusal": None},
+            "logprobs": None,
+            "finish_reason": "stop",
+            "stop_reason": None,
+        }
+    ]
+    expected = ids("<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n")
+    assert list(engine.requests[0].prompt) == expected
+    assert make_tokenizer().convert_tokens_to_ids("<|im_start|>") in expected
+    assert engine.requests[0].sampling.max_tokens == 512 - len(expected)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"max_tokens": 3}, 3),
+        ({"max_completion_tokens": 4}, 4),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, 4),
+    ],
+)
+def test_two_names_for_the_limit(fields: dict[str, int], expected: int) -> None:
+    body = chat(FakeEngine(), **fields).json()
+    assert body["usage"]["completion_tokens"] == expected
+    assert body["choices"][0]["finish_reason"] == "length"
+
+
+def test_logprobs_have_bytes() -> None:
+    content = chat(FakeEngine("é"), logprobs=True, top_logprobs=2).json()["choices"][0]["logprobs"]
+    entries = content["content"]
+    assert content["refusal"] is None
+    assert bytes(b for entry in entries[:-1] for b in entry["bytes"]).decode() == "é"
+    assert [len(entry["top_logprobs"]) for entry in entries] == [2] * len(entries)
+    assert set(entries[0]["top_logprobs"][0]) == {"token", "logprob", "bytes"}
+
+
+def test_content_parts_and_the_developer_role() -> None:
+    engine = FakeEngine()
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    messages = [{"role": "developer", "content": "be nice"}, {"role": "user", "content": parts}]
+    assert chat(engine, messages=messages).status_code == 200
+    assert list(engine.requests[0].prompt) == ids(
+        "<|im_start|>system\nbe nice<|im_end|>\n<|im_start|>user\na\nb<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+def test_the_last_message_can_be_continued() -> None:
+    engine = FakeEngine()
+    messages = [*HELLO, {"role": "assistant", "content": "Well,"}]
+    assert chat(engine, messages=messages, continue_final_message=True).status_code == 200
+    assert list(engine.requests[0].prompt) == ids(
+        "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\nWell,"
+    )
+
+
+def test_a_base_model_has_no_chat() -> None:
+    base = PreTrainedTokenizerFast(
+        tokenizer_object=make_tokenizer().backend_tokenizer, eos_token="<eos>"
+    )
+    app = create_app(FakeEngine(), base, MODEL)
+    response = call(app, "POST", "/v1/chat/completions", json={"messages": HELLO})
+    assert response.status_code == 400
+    assert "no chat template" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": None}, "messages"),
+        ({"messages": [{"role": "wizard", "content": "x"}]}, "messages"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages"),
+        ({"messages": [{"role": "user"}]}, "messages"),
+        (
+            {
+                "messages": [
+                    {
+                        "role": "user",
+                        "content": [
+                            {"type": "image_url", "image_url": {"url": "http://169.254.169.254"}}
+                        ],
+                    }
+                ]
+            },
+            "messages",
+        ),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
+        ({"logprobs": 3}, "logprobs"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"response_format": {"type": "json_object"}}, "response_format"),
+        ({"chat_template": "{% for _ in range(10**9) %}{% endfor %}"}, "chat_template"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+        ({"max_completion_tokens": -1}, "max_completion_tokens"),
+        ({"max_completion_tokens": 5000}, "messages"),
+        ({"messages": [{"role": "user", "content": "x" * 2000}]}, "messages"),
+        ({"echo": True}, "echo"),
+        ({"n": 129}, "n"),
+    ],
+)
+def test_bad_requests_name_the_field(fields: dict[str, Any], param: str) -> None:
+    engine = FakeEngine()
+    response = chat(engine, **fields)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["param"] == param
+    assert engine.requests == []
+
+
+def test_neutral_values_of_what_is_missing_are_accepted() -> None:
+    response = chat(
+        FakeEngine(),
+        tools=[],
+        tool_choice="auto",
+        response_format={"type": "text"},
+        chat_template_kwargs={},
+        modalities=["text"],
+        metadata={"a": "b"},
+    )
+    assert response.status_code == 200
+    assert response.headers["x-ignored-params"] == "metadata"
+
+
+def test_token_ids_are_returned_on_request() -> None:
+    engine = FakeEngine("ab")
+    body = chat(engine, return_token_ids=True, prompt_logprobs=0).json()
+    assert body["choices"][0]["token_ids"] == [*ids("ab"), make_tokenizer().eos_token_id]
+    assert body["prompt_token_ids"] == list(engine.requests[0].prompt)
+    assert body["prompt_logprobs"][0] is None

@@ -1,0 +1,289 @@
+"""The command as people run it: real processes for `serve`, its signals and its end."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from engine.model import sources
+from server.cli import main
+from server.settings import Settings
+from tests.tiny import CONTEXT, write_gguf
+
+ROOT = Path(__file__).parents[2]
+PATIENCE = 120.0
+
+
+@pytest.fixture(autouse=True)
+def _keep_signals() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A tiny model, converted."""
+    place = tmp_path_factory.mktemp("tiny")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("SPECSERVE_HOME", str(place))
+        yield sources.resolve(str(write_gguf(place / "Tiny.gguf")))
+
+
+def small(model: Path) -> list[str]:
+    """Flags that make a start quick."""
+    return [
+        *("--model", str(model), "--dtype", "float32", "--runner", "reference"),
+        *("--threads", "1", "--kv-cache-memory", "16MiB", "--max-sequences", "4"),
+        *("--max-batch-tokens", "64"),
+    ]
+
+
+# -- mistakes ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["serve", "--prot", "1"], "there is no --prot here; did you mean --port?"),
+        (["serve", "--port=x"], "--port is 'x'"),
+        (["serve", "--host", "0.0.0.0"], "--insecure"),
+        (["serve", "a/b", "--model", "c/d"], "name one"),
+        (["serve", "--max-batch-tokens", "2", "--max-sequences", "3", "."], "no config.json"),
+        (["srve"], "invalid choice: 'srve'"),
+        ([], "required: COMMAND"),
+        (["pull", "/no/such"], "neither a directory"),
+        (["pull", "--config", "/no/such.yaml"], "/no/such.yaml cannot be read"),
+    ],
+)
+def test_mistakes_are_one_line_and_code_2(
+    arguments: list[str], words: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = main(arguments)
+    except SystemExit as stop:
+        code = stop.code
+    captured = capsys.readouterr()
+    assert code == 2
+    assert captured.err.startswith("specserve: ")
+    assert captured.err.count("\n") == 1
+    assert words in captured.err
+    assert captured.out == ""
+
+
+def test_a_taken_port_is_told_before_the_model_is_looked_for(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["serve", "--port", str(port), "--model", "/no/such"]) == 2
+    assert f"cannot listen on 127.0.0.1 port {port}: Address already in use" in (
+        capsys.readouterr().err
+    )
+
+
+def test_print_config_shows_what_is_in_force(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPECSERVE_MAX_DRAFT", "2")
+    assert main(["serve", "a/b", "--print-config", "--no-prefix-reuse"]) == 0
+    shown = capsys.readouterr().out
+    assert "\nmodel: a/b\n" in f"\n{shown}"
+    assert "\nmax_draft: 2\n" in shown
+    assert "\nprefix_reuse: false\n" in shown
+    assert len(re.findall(r"^\w+:", shown, re.MULTILINE)) == len(Settings.model_fields)
+
+
+# -- pull, doctor, generate ----------------------------------------------------------------
+
+
+def test_pull_prints_the_directory(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["pull", str(model)]) == 0
+    assert capsys.readouterr().out == f"{model}\n"
+
+
+def test_doctor_says_what_fits(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CXX", "/no/such")
+    monkeypatch.setenv("PATH", "/nowhere")
+    assert main(["doctor", *small(model)]) == 0
+    shown = capsys.readouterr().out
+    for words in ("torch", "free memory", "no C++ compiler found", "ready to serve", str(model)):
+        assert words in shown
+    assert main(["doctor", "--model", "/no/such", "--runner", "native"]) == 1
+    shown = capsys.readouterr().out
+    assert re.findall(r"^FAIL +([\w ]+?)  ", shown, re.MULTILINE) == ["kernels", "model"]
+
+
+def test_doctor_does_not_fetch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPECSERVE_HOME", str(tmp_path))
+    main(["doctor", "--runner", "reference"])
+    assert "not here yet; `specserve pull` fetches it" in capsys.readouterr().out
+
+
+def test_generate_answers_on_stdout_and_reports_on_stderr(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    answers = []
+    for more in ([], ["--drafter", "none"], ["--raw"]):
+        assert main(["generate", "abc", "--max-tokens", "24", *small(model), *more]) == 0
+        captured = capsys.readouterr()
+        answers.append(captured.out)
+        assert re.search(r"^\d+ tokens.* passes of the model", captured.err, re.MULTILINE)
+    assert answers[0] == answers[1] != answers[2]  # speculation changes nothing, the template does
+
+
+def test_generate_refuses_what_does_not_fit(
+    model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["generate", "a" * (CONTEXT + 1), *small(model)]) == 2
+    assert f"holds {CONTEXT}; shorten it" in capsys.readouterr().err
+    assert main(["generate", "a", "--temperature", "9", *small(model)]) == 2
+    assert "temperature is 9.0" in capsys.readouterr().err
+
+
+# -- serve ---------------------------------------------------------------------------------
+
+
+class Served:
+    """A server process and what it said so far."""
+
+    def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
+        self.process = process
+        self._log = log
+        self.url = ""
+
+    def said(self) -> str:
+        return self._log.read_text()
+
+    def wait_until_ready(self) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while not (match := re.search(r"URL +(http://\S+)/v1", self.said())):
+            assert self.process.poll() is None, self.said()
+            assert time.monotonic() < deadline, self.said()
+            time.sleep(0.05)
+        self.url = match[1]
+
+    def exit_code(self) -> int:
+        return self.process.wait(PATIENCE)
+
+
+@contextlib.contextmanager
+def serving(log: Path, arguments: list[str], prelude: str = "") -> Iterator[Served]:
+    """Starts ``specserve serve`` on a free port; `prelude` is Python that runs before it."""
+    program = f"{prelude}\nimport sys\nfrom server.cli import main\nsys.exit(main(sys.argv[1:]))"
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("SPECSERVE_")}
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, "-c", program, "serve", "--port", "0", *arguments],
+            cwd=ROOT, env=environment, stdout=file, stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+    try:
+        yield Served(process, log)
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+
+
+@contextlib.contextmanager
+def streaming(served: Served, max_tokens: int) -> Iterator[Iterator[Any]]:
+    """A completion under way: its first chunk has come. Yields the parsed chunks after it."""
+    body = {
+        "model": "Tiny", "prompt": "a", "max_tokens": max_tokens, "ignore_eos": True,
+        "temperature": 1, "seed": 1, "stream": True,
+    }  # fmt: skip
+    with httpx.stream("POST", f"{served.url}/v1/completions", json=body, timeout=PATIENCE) as got:
+        assert got.status_code == 200
+        lines = (line[6:] for line in got.iter_lines() if line.startswith("data: "))
+        chunks = (line if line == "[DONE]" else json.loads(line) for line in lines)
+        next(chunks)
+        yield chunks
+
+
+def test_a_signal_lets_running_requests_finish(model: Path, tmp_path: Path) -> None:
+    with serving(tmp_path / "log", small(model)) as served:
+        served.wait_until_ready()
+        assert "Tiny (float32 on cpu, reference runner, 4096 tokens of context)" in served.said()
+        with streaming(served, 400) as chunks:
+            served.process.send_signal(signal.SIGTERM)
+            received = list(chunks)
+        assert received[-1] == "[DONE]"
+        assert received[-2]["choices"][0]["finish_reason"] == "length"
+        assert served.exit_code() == 0
+    assert "Traceback" not in served.said()
+
+
+def test_a_drain_ends_in_time_and_says_so_in_the_stream(model: Path, tmp_path: Path) -> None:
+    with serving(tmp_path / "log", [*small(model), "--drain-seconds", "0.3"]) as served:
+        served.wait_until_ready()
+        with streaming(served, CONTEXT - 16) as chunks:
+            served.process.send_signal(signal.SIGINT)
+            received = list(chunks)
+        assert received[-1] == "[DONE]"
+        assert received[-2]["error"]["code"] == "server_shutting_down"
+        assert served.exit_code() == 0
+    assert "Traceback" not in served.said()
+
+
+def test_a_second_signal_ends_at_once(model: Path, tmp_path: Path) -> None:
+    with serving(tmp_path / "log", small(model)) as served:
+        served.wait_until_ready()
+        with streaming(served, CONTEXT - 16) as chunks:
+            served.process.send_signal(signal.SIGTERM)
+            while "no new requests" not in served.said():
+                next(chunks)
+            assert httpx.get(f"{served.url}/readyz").status_code == 503
+            served.process.send_signal(signal.SIGTERM)
+            assert served.exit_code() == 128 + signal.SIGTERM
+            with pytest.raises(httpx.TransportError):
+                list(chunks)
+
+
+BREAK_ENGINE = """
+from engine.core import Engine
+import itertools
+step, count = Engine.step, itertools.count()
+def broken(self):
+    if any(True for _ in self.parts.scheduler.running) and next(count) > 60:
+        raise RuntimeError("cosmic ray")
+    return step(self)
+Engine.step = broken
+"""
+
+
+def test_a_dead_engine_ends_the_process_after_its_requests_know(
+    model: Path, tmp_path: Path
+) -> None:
+    with serving(tmp_path / "log", small(model), BREAK_ENGINE) as served:
+        served.wait_until_ready()
+        with streaming(served, CONTEXT - 16) as chunks:
+            received = list(chunks)
+        assert received[-1] == "[DONE]"
+        assert received[-2]["error"]["type"] == "server_error"
+        assert served.exit_code() == 1
+    assert "cosmic ray" in served.said()
+    assert "the engine has died" in served.said()
+
+
+def test_an_engine_that_cannot_start_is_one_line_and_code_2(model: Path, tmp_path: Path) -> None:
+    with serving(tmp_path / "log", [*small(model), "--max-model-len", "99999"]) as served:
+        assert served.exit_code() == 2
+    assert "max_model_len is 99999, but the model was made for 4096 tokens" in served.said()
+    assert "Traceback" not in served.said()

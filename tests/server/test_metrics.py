@@ -1,0 +1,156 @@
+"""What /metrics shows is what happened."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from engine.types import StepStats
+from server.app import create_app
+from server.metrics import Metrics
+from tests.server.support import (
+    MODEL,
+    FakeEngine,
+    call,
+    complete,
+    make_app,
+    make_tokenizer,
+    serving,
+    wait_until,
+)
+
+
+def samples(app: Any) -> dict[tuple[str, ...], float]:
+    """Every sample of a scrape, by name and label values (without the model's)."""
+    text = call(app, "GET", "/metrics").text
+    assert "_created" not in text
+    result = {}
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            labels = [v for k, v in sorted(sample.labels.items()) if k != "model_name"]
+            result[(sample.name, *labels)] = sample.value
+    return result
+
+
+def test_requests_are_counted_as_their_usage_says() -> None:
+    app = make_app(FakeEngine(blocks=(3, 1)))
+    usages = [
+        complete(app, **fields).json()["usage"]
+        for fields in (
+            {"max_tokens": 200},
+            {"max_tokens": 5, "n": 3},
+            {"prompt": ["a", "bc"], "stop": "fox", "max_tokens": 99},
+            {"prediction": {"type": "content", "content": "xy"}},
+        )
+    ]
+    complete(app, temperature=9)
+    complete(app, prompt="x" * 3000)
+    seen = samples(app)
+    assert seen["vllm:generation_tokens_total",] == sum(u["completion_tokens"] for u in usages)
+    assert seen["vllm:prompt_tokens_total",] == sum(u["prompt_tokens"] for u in usages)
+    reasons = {
+        r: seen["vllm:request_success_total", r] for r in ("stop", "length", "abort", "error")
+    }
+    assert reasons == {"stop": 3, "length": 4, "abort": 0, "error": 0}
+    assert seen["vllm:time_to_first_token_seconds_count",] == 7
+    gaps = sum(u["completion_tokens"] for u in usages) - 7 * 3  # first blocks hold three tokens
+    assert seen["vllm:inter_token_latency_seconds_count",] == gaps
+    assert seen["vllm:e2e_request_latency_seconds_count",] == 7
+    assert seen["vllm:num_requests_running",] == seen["vllm:num_requests_waiting",] == 0
+    assert seen["specserve_prediction_tokens_total", "accepted"] == 2
+    assert seen["specserve_requests_rejected_total", "invalid"] == 1
+    assert seen["specserve_requests_rejected_total", "too_long"] == 1
+    assert seen["http_requests_total", "/v1/completions", "POST", "200"] == 4
+    assert seen["http_requests_total", "/v1/completions", "POST", "400"] == 2
+
+
+STEP = StepStats(
+    seconds=0.02,
+    draft_seconds=0.002,
+    verify_seconds=0.015,
+    sample_seconds=0.001,
+    running=4,
+    waiting=1,
+    prefill_tokens=7,
+    decode_sequences=4,
+    emitted_tokens=9,
+    drafted_by_position=(3, 3, 2),
+    accepted_by_position=(3, 2, 0),
+    pages_used=16,
+    pages_total=64,
+    preemptions=1,
+    prefix_query_tokens=32,
+    prefix_hit_tokens=16,
+)
+
+
+def test_steps_are_counted() -> None:
+    metrics = Metrics(MODEL)
+    app = create_app(FakeEngine(), make_tokenizer(), MODEL, metrics=metrics)
+    metrics.on_step(STEP)
+    metrics.on_step(STEP)
+    seen = samples(app)
+    assert seen["vllm:spec_decode_num_drafts_total",] == 6
+    assert seen["vllm:spec_decode_num_draft_tokens_total",] == 16
+    assert seen["vllm:spec_decode_num_accepted_tokens_total",] == 10
+    per_position = [
+        seen["vllm:spec_decode_num_accepted_tokens_per_pos_total", str(i)] for i in range(3)
+    ]
+    assert per_position == [6, 4, 0]
+    assert seen["vllm:prefix_cache_queries_total",] == 64
+    assert seen["vllm:prefix_cache_hits_total",] == 32
+    assert seen["vllm:num_preemptions_total",] == 2
+    assert seen["specserve_target_forwards_total",] == 2
+    assert seen["specserve_spec_verify_seconds_count",] == 2
+    assert seen["vllm:cache_config_info", "16", "64"] == 1
+    assert seen["specserve_spec_method_info", "4", "lookup"] == 1
+    assert seen["vllm:kv_cache_usage_perc",] == 0  # nothing is in flight, so the step is over
+
+
+def test_tokens_per_step_is_the_true_distribution() -> None:
+    metrics = Metrics(MODEL)
+    app = create_app(FakeEngine(), make_tokenizer(), MODEL, metrics=metrics)
+    metrics.on_step(STEP)  # four sequences: three accept one draft, two of them a second one
+    seen = samples(app)
+    name = "specserve_spec_tokens_per_step"
+    assert [seen[name + "_bucket", le] for le in ("1.0", "2.0", "3.0", "4.0", "+Inf")] == [
+        1, 2, 4, 4, 4,
+    ]  # fmt: skip
+    assert seen[name + "_sum",] == STEP.emitted_tokens
+    assert seen[name + "_count",] == STEP.decode_sequences
+
+
+def test_a_plain_step_drafts_nothing() -> None:
+    metrics = Metrics(MODEL)
+    app = create_app(FakeEngine(), make_tokenizer(), MODEL, metrics=metrics)
+    assert samples(app)["specserve_spec_tokens_per_step_count",] == 0
+    changes = {"drafted_by_position": (), "accepted_by_position": (), "emitted_tokens": 4}
+    fields = {name: getattr(STEP, name) for name in STEP.__slots__}
+    metrics.on_step(StepStats(**{**fields, **changes}))
+    seen = samples(app)
+    assert seen["vllm:spec_decode_num_drafts_total",] == 0
+    assert seen["specserve_spec_tokens_per_step_bucket", "1.0"] == 4
+
+
+def test_what_is_in_flight_bounds_the_gauges() -> None:
+    engine = FakeEngine(delay=0.05)
+    metrics = Metrics(MODEL)
+    app = create_app(engine, make_tokenizer(), MODEL, metrics=metrics)
+    with serving(app) as url:
+        body = {"prompt": "x", "n": 3, "max_tokens": 40}
+        thread = threading.Thread(
+            target=lambda: httpx.post(url + "/v1/completions", json=body, timeout=30)
+        )
+        thread.start()
+        wait_until(lambda: bool(engine.running))
+        metrics.on_step(
+            StepStats(**{**{n: getattr(STEP, n) for n in STEP.__slots__}, "running": 2})
+        )
+        text = httpx.get(url + "/metrics").text
+        assert f'vllm:num_requests_running{{model_name="{MODEL}"}} 2.0' in text
+        assert f'vllm:num_requests_waiting{{model_name="{MODEL}"}} 1.0' in text
+        assert f'vllm:kv_cache_usage_perc{{model_name="{MODEL}"}} 0.25' in text
+        thread.join()
