@@ -11,22 +11,27 @@ from pathlib import Path
 
 import torch
 
-from engine.cache.pages import PagePool
-from engine.config import EngineConfig
+from engine.cache.pages import TARGET, PagePool
+from engine.config import EngineConfig, ModelConfig
 from engine.control.planner import FixedPlanner
 from engine.core import Engine, EngineParts
 from engine.draft.drafter import Drafter
 from engine.draft.lookup import LookupDrafter
+from engine.draft.model import DraftModelLimits, ModelDrafter
 from engine.draft.portfolio import DrafterPortfolio
 from engine.errors import ConfigurationError
 from engine.judge import Judge
 from engine.model.loader import LoadedModel, Runner, load_model
 from engine.model.memory import available_memory, logits_bytes, plan_pages
+from engine.model.pairing import check_pair
 from engine.rules import RequestRules
 from engine.scheduler import Scheduler
 from engine.types import EngineInfo, Request, SamplingParams
 
 logger = logging.getLogger(__name__)
+
+#: Index of the draft model's K/V store.
+DRAFT = 1
 
 #: Requests of the warm-up carry this prefix, which no caller's id can have.
 _WARM_UP = "\0warm-up"
@@ -56,20 +61,32 @@ def build_engine(
     torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
     report("Loading weights")
     loaded = load_model(Path(config.model.path), config.model)
-    built = assemble(config, loaded)
+    draft = None
+    if config.speculation.draft_model is not None:
+        report("Loading the draft model")
+        draft = _load_draft_model(config.model, config.speculation.draft_model)
+    built = assemble(config, loaded, draft)
     report("Warming up")
     warm_up(built)
     return built
 
 
-def assemble(config: EngineConfig, loaded: LoadedModel) -> BuiltEngine:
-    """Builds an engine around a model that is already in memory."""
-    pool, target = _make_cache(config, loaded)
-    drafters = make_drafters(config)
-    default = config.speculation.drafter
+def assemble(
+    config: EngineConfig, loaded: LoadedModel, draft: LoadedModel | None = None
+) -> BuiltEngine:
+    """Builds an engine around models that are already in memory.
+
+    Args:
+        config: sizes and policies.
+        loaded: the target.
+        draft: the draft model of the "model" drafter, if there is one.
+    """
+    models = [loaded] if draft is None else [loaded, draft]
+    pool, runners = _make_cache(config, models)
+    drafters = _make_drafters(config, models, runners, pool)
     engine = Engine(
         EngineParts(
-            target=target,
+            target=runners[TARGET],
             pool=pool,
             scheduler=Scheduler(config.scheduler, pool),
             drafters=DrafterPortfolio(drafters, loaded.vocab_size),
@@ -77,7 +94,7 @@ def assemble(config: EngineConfig, loaded: LoadedModel) -> BuiltEngine:
             judge=Judge(loaded.vocab_size, loaded.eos_token_ids),
         ),
         max_model_len=loaded.max_model_len,
-        default_drafter=default,
+        default_drafter=config.speculation.drafter,
         max_draft=config.speculation.max_draft,
     )
     info = EngineInfo(
@@ -103,18 +120,43 @@ def assemble(config: EngineConfig, loaded: LoadedModel) -> BuiltEngine:
     return BuiltEngine(engine, info, rules)
 
 
-def make_drafters(config: EngineConfig) -> dict[str, Drafter]:
-    """The drafters a configuration asks for, by name.
+def _make_drafters(
+    config: EngineConfig, models: list[LoadedModel], runners: list[Runner], pool: PagePool
+) -> dict[str, Drafter]:
+    """The drafters a configuration asks for, by name. `lookup` costs nothing until it is
+    used, so it is there for every request that wants it unless speculation is off.
 
     Raises:
-        ConfigurationError: the drafter is unknown.
+        ConfigurationError: the drafter is unknown, or lacks its model.
     """
-    name = config.speculation.drafter
-    if name == "none":
+    speculation = config.speculation
+    if speculation.drafter not in ("lookup", "model", "none"):
+        raise ConfigurationError(
+            f"drafter is {speculation.drafter!r}; choose one of lookup, model, none."
+        )
+    if speculation.drafter == "none":
         return {}
-    if name == "lookup":
-        return {"lookup": LookupDrafter()}
-    raise ConfigurationError(f"drafter is {name!r}; choose one of lookup, none.")
+    drafters: dict[str, Drafter] = {"lookup": LookupDrafter()}
+    if len(models) > DRAFT:
+        target, draft = models[TARGET], models[DRAFT]
+        limits = DraftModelLimits(
+            store=DRAFT,
+            page_size=pool.page_size,
+            num_pages=pool.num_pages,
+            vocab_size=min(target.vocab_size, draft.vocab_size),
+            max_model_len=draft.max_model_len,
+            max_batch_tokens=config.scheduler.max_batch_tokens,
+            temperature=speculation.draft_temperature,
+        )
+        drafters["model"] = ModelDrafter(runners[DRAFT], limits, target.eos_token_ids)
+    elif speculation.drafter == "model":
+        raise ConfigurationError("drafter is model, but no draft_model is set; name one.")
+    return drafters
+
+
+def _load_draft_model(target: ModelConfig, draft: ModelConfig) -> LoadedModel:
+    check_pair(Path(target.path), Path(draft.path))
+    return load_model(Path(draft.path), draft)
 
 
 def warm_up(built: BuiltEngine) -> None:
@@ -137,12 +179,13 @@ def warm_up(built: BuiltEngine) -> None:
     engine.check()
 
 
-def _make_cache(config: EngineConfig, loaded: LoadedModel) -> tuple[PagePool, Runner]:
-    cache = config.cache
-    spare = available_memory(loaded.device) - logits_bytes(
-        config.scheduler, config.speculation.max_draft, loaded.vocab_size
+def _make_cache(config: EngineConfig, models: list[LoadedModel]) -> tuple[PagePool, list[Runner]]:
+    """One pool of pages, and one store of K/V for each model."""
+    cache, target = config.cache, models[TARGET]
+    spare = available_memory(target.device) - logits_bytes(
+        config.scheduler, config.speculation.max_draft, target.vocab_size
     )
-    useful = config.scheduler.max_sequences * loaded.max_model_len
-    pages = plan_pages(cache, [loaded.shape], spare, useful)
-    pool = PagePool(pages, cache.page_size, prefix_reuse=cache.prefix_reuse)
-    return pool, loaded.make_runner(pages, cache.page_size)
+    useful = config.scheduler.max_sequences * target.max_model_len
+    pages = plan_pages(cache, [model.shape for model in models], spare, useful)
+    pool = PagePool(pages, cache.page_size, len(models), cache.prefix_reuse)
+    return pool, [model.make_runner(pages, cache.page_size) for model in models]

@@ -93,14 +93,20 @@ class SpeculationConfig:
     """How far to speculate.
 
     Args:
-        drafter: "lookup" or "none" ("model" needs `draft_model`).
+        drafter: drafter of requests that do not name one: "lookup", "model" or "none".
         max_draft: most draft tokens per sequence and step.
-        draft_model: the smaller model of the "model" drafter.
+        draft_model: the smaller model of the "model" drafter; its path is a local directory.
+        draft_temperature: factor on a request's temperature in the draft model.
+        verification: the rule for requests that sample without a seed from a draft model that
+            knows its probabilities: "match", "rejection", "block", or "auto", the one that
+            was measured best. All others are always matched.
     """
 
     drafter: str = "lookup"
     max_draft: int = 4
     draft_model: ModelConfig | None = None
+    draft_temperature: float = 1.0
+    verification: str = "auto"
 
     def __post_init__(self) -> None:
         _require(

@@ -100,7 +100,7 @@ class Engine:
         common = {
             "ticket": self._tickets,
             "seed": secrets.randbits(64) if seed is None else seed % 2**64,
-            "drafter": ask.drafter or self.default_drafter,
+            "drafter": ask.drafter or self._default_drafter(request),
             "max_draft": 0 if ask.enabled is False else wanted,
             "limit": min(len(request.prompt) + request.sampling.max_tokens, self.max_model_len),
         }
@@ -112,6 +112,11 @@ class Engine:
         self._requests[request.request_id] = sequences
         for sequence in sequences:
             self.parts.scheduler.add(sequence)
+
+    def _default_drafter(self, request: Request) -> str:
+        """A predicted answer is the best guess there is; only `lookup` reads predictions."""
+        predicted = request.speculation.prediction and "lookup" in self.parts.drafters.names
+        return "lookup" if predicted else self.default_drafter
 
     def abort(self, request_id: str, choice: int | None, reason: FinishReason) -> None:
         """Ends a request or one of its choices now; unknown ids are ignored, since the

@@ -30,6 +30,7 @@ class Sequence:
         seed: 64 bits that key every random draw of the request.
         drafter: name of the drafter that guesses for this sequence, or "none".
         max_draft: most draft tokens a step may check for it.
+        verification: the rule that judges its drafts: "match", "rejection" or "block".
         limit: most tokens it may ever hold (prompt, `max_tokens` and the model's context).
         prompt_logprobs: entries of the prompt computed so far; entry 0 is None.
     """
@@ -42,6 +43,7 @@ class Sequence:
     drafter: str
     max_draft: int
     limit: int
+    verification: str = "match"
     tokens: list[int] = field(init=False)
     status: Status = Status.WAITING
     cached_prompt_tokens: int = 0
@@ -49,6 +51,8 @@ class Sequence:
     accepted_tokens: int = 0
     target_passes: int = 0
     preemptions: int = 0
+    accepted_prediction_tokens: int = 0
+    rejected_prediction_tokens: int = 0
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     first_scheduled: float | None = None
     first_token: float | None = None
@@ -117,4 +121,6 @@ class Sequence:
             first_scheduled=self.first_scheduled,
             first_token=self.first_token,
             finished=time.monotonic(),
+            accepted_prediction_tokens=self.accepted_prediction_tokens,
+            rejected_prediction_tokens=self.rejected_prediction_tokens,
         )

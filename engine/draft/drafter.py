@@ -83,5 +83,6 @@ class Drafter(Protocol):
         ...
 
     def release(self, sequence: Sequence) -> None:
-        """Forgets a sequence that is finished, aborted or preempted."""
+        """Forgets a sequence that has ended. (Preemption needs no call: its pages go back, and
+        `num_cached` with them.)"""
         ...

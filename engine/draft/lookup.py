@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from engine.draft.automaton import SuffixAutomaton
 from engine.draft.drafter import DraftProposal, Verdict
+from engine.draft.prediction import PredictionCursor
 from engine.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -16,8 +18,18 @@ if TYPE_CHECKING:
 MIN_MATCH = 2
 
 
+@dataclass(slots=True)
+class _Memory:
+    """What the drafter knows of one sequence."""
+
+    automaton: SuffixAutomaton = field(default_factory=SuffixAutomaton)
+    cursor: PredictionCursor | None = None
+    predicted: bool = False  # the last draft came from the caller's prediction
+
+
 class LookupDrafter:
-    """Drafts from a suffix automaton over each request's prompt and output; costs no model.
+    """Drafts from a suffix automaton over each request's prompt and output, and from the
+    caller's prediction of the answer while the output follows it; costs no model.
 
     Its proposals are deterministic, so *match* verification accepts a draft token x with
     probability p(x), which no other rule could improve.
@@ -28,7 +40,7 @@ class LookupDrafter:
 
     def __init__(self, min_match: int = MIN_MATCH) -> None:
         self.min_match = min_match
-        self._automata: dict[Sequence, SuffixAutomaton] = {}
+        self._memories: dict[Sequence, _Memory] = {}
 
     def propose(self, sequences: Seq[Sequence], lengths: Seq[int]) -> DraftProposal:
         """See `Drafter.propose`."""
@@ -42,17 +54,32 @@ class LookupDrafter:
         verdicts: Seq[Verdict],
         hidden_states: torch.Tensor | None,
     ) -> None:
-        """Nothing to do: the automaton catches up when it is asked for a draft."""
+        """Counts what became of predicted tokens; automata catch up when asked for a draft."""
+        for sequence, verdict in zip(sequences, verdicts, strict=True):
+            memory = self._memories.get(sequence)
+            if memory is not None and memory.predicted:
+                memory.predicted = False
+                sequence.accepted_prediction_tokens += verdict.accepted
+                sequence.rejected_prediction_tokens += verdict.drafted - verdict.accepted
 
     def release(self, sequence: Sequence) -> None:
         """See `Drafter.release`."""
-        self._automata.pop(sequence, None)
+        self._memories.pop(sequence, None)
 
     def _draft(self, sequence: Sequence, length: int) -> list[int]:
         if length == 0:
             return []
-        automaton = self._automata.get(sequence)
-        if automaton is None:
-            automaton = self._automata[sequence] = SuffixAutomaton()
-        automaton.extend(sequence.tokens[automaton.num_tokens :])
-        return automaton.draft(length, self.min_match)
+        memory = self._memories.get(sequence)
+        if memory is None:
+            memory = self._memories[sequence] = _Memory()
+            if sequence.request.speculation.prediction:
+                memory.cursor = PredictionCursor(sequence.request.speculation.prediction)
+        known = memory.automaton.num_tokens
+        memory.automaton.extend(sequence.tokens[known:])
+        if memory.cursor is not None:
+            memory.cursor.follow(sequence.tokens[max(known, sequence.prompt_length) :])
+            draft = memory.cursor.draft(length)
+            memory.predicted = bool(draft)
+            if draft:
+                return draft
+        return memory.automaton.draft(length, self.min_match)

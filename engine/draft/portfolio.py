@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Seq
+from typing import TYPE_CHECKING
 
 from engine.draft.drafter import Drafter, DraftProposal, Verdict
 from engine.sequence import Sequence
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -36,15 +41,21 @@ class DrafterPortfolio:
     def propose(self, sequences: Seq[Sequence], lengths: Seq[int]) -> DraftProposal:
         """One list of draft tokens per sequence, never longer than its length."""
         tokens: list[list[int]] = [[] for _ in sequences]
+        weights: list[torch.Tensor | None] = [None for _ in sequences]
         groups: dict[str, list[int]] = defaultdict(list)
         for i, (sequence, length) in enumerate(zip(sequences, lengths, strict=True)):
             if length and sequence.drafter in self._drafters:
                 groups[sequence.drafter].append(i)
         for name, members in groups.items():
-            drafts = self._ask(name, [sequences[i] for i in members], [lengths[i] for i in members])
-            for i, draft in zip(members, drafts, strict=True):
-                tokens[i] = self._trim(draft, lengths[i])
-        return DraftProposal(tokens)
+            with self._switched_off_if_it_raises(name) as drafter:
+                proposal = drafter.propose(
+                    [sequences[i] for i in members], [lengths[i] for i in members]
+                )
+                drawn_from = proposal.probabilities or [None] * len(members)
+                for i, draft, rows in zip(members, proposal.tokens, drawn_from, strict=True):
+                    tokens[i] = self._trim(draft, lengths[i])
+                    weights[i] = rows if rows is None else rows[: len(tokens[i])]
+        return DraftProposal(tokens, weights)
 
     def commit(self, sequences: Seq[Sequence], verdicts: Seq[Verdict]) -> None:
         """Tells every drafter what became of its sequences."""
@@ -53,22 +64,24 @@ class DrafterPortfolio:
             if sequence.drafter in self._drafters:
                 groups[sequence.drafter].append(i)
         for name, members in groups.items():
-            self._drafters[name].commit(
-                [sequences[i] for i in members], [verdicts[i] for i in members], None
-            )
+            with self._switched_off_if_it_raises(name) as drafter:
+                drafter.commit(
+                    [sequences[i] for i in members], [verdicts[i] for i in members], None
+                )
 
     def release(self, sequence: Sequence) -> None:
         """Lets every drafter forget a sequence that has ended."""
-        for drafter in self._drafters.values():
-            drafter.release(sequence)
+        for name in self.names:
+            with self._switched_off_if_it_raises(name) as drafter:
+                drafter.release(sequence)
 
-    def _ask(self, name: str, sequences: Seq[Sequence], lengths: Seq[int]) -> list[list[int]]:
+    @contextlib.contextmanager
+    def _switched_off_if_it_raises(self, name: str) -> Iterator[Drafter]:
         try:
-            return self._drafters[name].propose(sequences, lengths).tokens
+            yield self._drafters[name]
         except Exception:
             logger.exception("drafter %s failed and is switched off; answers are unaffected", name)
             del self._drafters[name]
-            return [[] for _ in sequences]
 
     def _trim(self, draft: list[int], length: int) -> list[int]:
         kept = draft[:length]

@@ -12,6 +12,7 @@ how many rows share a pass. transformers' own forward is the reference in the te
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -155,14 +156,18 @@ class NativeDecoder:
         """Memory of all weights and tables."""
         return sum(t.numel() * t.element_size() for t in self._kept)
 
-    def bind(self, store: KVStore) -> None:
-        """Makes `store` the cache that the layers read and write."""
-        for layer, keys, values in zip(self._layers, store.keys, store.values, strict=True):
+    def bind(self, store: KVStore) -> Callable[[_Step], None]:
+        """A function that runs one pass with `store` as the cache; stores may be many."""
+        layers = type(self._layers)(*self._layers)
+        for layer, keys, values in zip(layers, store.keys, store.values, strict=True):
             layer.key_cache, layer.value_cache = keys.data_ptr(), values.data_ptr()
+        decoder = _Decoder.from_buffer_copy(self._decoder)
+        decoder.layers = layers
 
-    def run(self, step: _Step) -> None:
-        """One pass."""
-        self._kernel(ctypes.byref(self._decoder), ctypes.byref(step))
+        def run(step: _Step) -> None:
+            self._kernel(ctypes.byref(decoder), ctypes.byref(step))
+
+        return run
 
     def _layer(self, layer: Any) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
@@ -229,7 +234,7 @@ class NativeRunner:
         self.store = KVStore(decoder.shape, num_pages, page_size, self.device)
         self._decoder = decoder
         self._rows = self._num_logits = 0
-        decoder.bind(self.store)
+        self._run = decoder.bind(self.store)
 
     def forward(self, batch: Batch) -> torch.Tensor:
         """One packed pass: writes K/V, returns logits [num_logits, V] float32.
@@ -250,7 +255,7 @@ class NativeRunner:
             setattr(step, name, getattr(batch, name).data_ptr())
         for name in ("residual", "normed", "qkv", "gated", "logits"):
             setattr(step, name, getattr(self, f"_{name}").data_ptr())
-        self._decoder.run(step)
+        self._run(step)
         return self._logits[: batch.num_logits]
 
     def _make_room(self, rows: int, num_logits: int) -> None:
