@@ -1,4 +1,4 @@
-# make serve | test | lint | clean
+# make serve | test | lint | bench | clean
 
 PYTHON ?= python3
 VENV   ?= .venv
@@ -8,7 +8,7 @@ ARGS   ?=
 # TORCH_INDEX: a package index with CPU builds of torch, which are much smaller (optional).
 TORCH_FROM := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: serve test lint clean
+.PHONY: serve test lint bench clean
 .DEFAULT_GOAL := serve
 
 serve: $(STAMP)
@@ -22,9 +22,12 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks.step $(ARGS)
+
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find engine server loadtest tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find benchmarks engine server loadtest tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is written last, so an interrupted installation is done again.
 $(STAMP): pyproject.toml

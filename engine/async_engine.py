@@ -26,6 +26,7 @@ from engine.config import EngineConfig
 from engine.core import StepOutput
 from engine.errors import EngineError, EngineUnavailable, InvalidRequest
 from engine.types import (
+    AuditStats,
     EngineInfo,
     Event,
     Failed,
@@ -99,6 +100,7 @@ class AsyncEngine:
     Args:
         config: its model path is a local directory.
         on_step: called on the event loop after every step that did something.
+        on_audit: called on the event loop when an online audit has ended.
         on_progress: called from the engine's thread while it loads, with plain sentences.
         build: makes the engine; tests put another one in.
     """
@@ -108,11 +110,13 @@ class AsyncEngine:
         config: EngineConfig,
         *,
         on_step: Callable[[StepStats], None] | None = None,
+        on_audit: Callable[[AuditStats], None] | None = None,
         on_progress: Callable[[str], None] | None = None,
         build: Callable[[EngineConfig, Callable[[str], None]], BuiltEngine] = build_engine,
     ) -> None:
         self._config = config
         self._on_step = on_step or (lambda _: None)
+        self._on_audit = on_audit or (lambda _: None)
         self._on_progress = on_progress or (lambda _: None)
         self._build = build
         self._inbox: SimpleQueue[_Message] = SimpleQueue()
@@ -217,10 +221,10 @@ class AsyncEngine:
         try:
             built = self._build(self._config, self._on_progress)
         except BaseException as error:
-            self._tell(_refuse, ready, error)
+            self._tell(_settle, ready, error)
             self._tell(self._ended.set)
             return
-        self._tell(ready.set_result, built)
+        self._tell(_settle, ready, built)
         engine = built.engine
         last_word = _STOPPED
         try:
@@ -242,7 +246,7 @@ class AsyncEngine:
         block = not engine.has_work
         while True:
             try:
-                message = self._inbox.get(block=block)
+                message = self._inbox.get(block=block, timeout=engine.patience)
             except Empty:
                 return True
             block = False
@@ -276,6 +280,8 @@ class AsyncEngine:
                 self._land(flight)
         if output.stats is not None:
             self._on_step(output.stats)
+        if output.audit is not None:
+            self._on_audit(output.audit)
 
     def _land(self, flight: _Flight) -> None:
         """A request is over."""
@@ -295,6 +301,10 @@ class AsyncEngine:
             self._land(flight)
 
 
-def _refuse(ready: asyncio.Future[BuiltEngine], error: BaseException) -> None:
-    if not ready.done():
-        ready.set_exception(error)
+def _settle(ready: asyncio.Future[BuiltEngine], result: BuiltEngine | BaseException) -> None:
+    if ready.done():  # whoever waited for the start has given up
+        return
+    if isinstance(result, BaseException):
+        ready.set_exception(result)
+    else:
+        ready.set_result(result)

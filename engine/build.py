@@ -5,15 +5,17 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
+from engine.audit.online import AuditingEngine
 from engine.cache.pages import TARGET, PagePool
+from engine.calibrate import load_calibration
 from engine.config import EngineConfig, ModelConfig
-from engine.control.planner import FixedPlanner
+from engine.control.adaptive import AdaptivePlanner, Mode, PlannerOptions
 from engine.core import Engine, EngineParts
 from engine.draft.drafter import Drafter
 from engine.draft.lookup import LookupDrafter
@@ -24,6 +26,7 @@ from engine.judge import Judge
 from engine.model.loader import LoadedModel, Runner, load_model
 from engine.model.memory import available_memory, logits_bytes, plan_pages
 from engine.model.pairing import check_pair
+from engine.model.selftest import check_invariance
 from engine.rules import RequestRules
 from engine.scheduler import Scheduler
 from engine.types import EngineInfo, Request, SamplingParams
@@ -65,14 +68,19 @@ def build_engine(
     if config.speculation.draft_model is not None:
         report("Loading the draft model")
         draft = _load_draft_model(config.model, config.speculation.draft_model)
-    built = assemble(config, loaded, draft)
+    built = assemble(config, loaded, draft, calibrate=True)
     report("Warming up")
     warm_up(built)
-    return built
+    report("Comparing rows across batch shapes")
+    return check_numerics(built)
 
 
 def assemble(
-    config: EngineConfig, loaded: LoadedModel, draft: LoadedModel | None = None
+    config: EngineConfig,
+    loaded: LoadedModel,
+    draft: LoadedModel | None = None,
+    *,
+    calibrate: bool = False,
 ) -> BuiltEngine:
     """Builds an engine around models that are already in memory.
 
@@ -80,23 +88,23 @@ def assemble(
         config: sizes and policies.
         loaded: the target.
         draft: the draft model of the "model" drafter, if there is one.
+        calibrate: whether the planner may measure this machine, or must learn as it goes.
     """
     models = [loaded] if draft is None else [loaded, draft]
     pool, runners = _make_cache(config, models)
     drafters = _make_drafters(config, models, runners, pool)
-    engine = Engine(
-        EngineParts(
-            target=runners[TARGET],
-            pool=pool,
-            scheduler=Scheduler(config.scheduler, pool),
-            drafters=DrafterPortfolio(drafters, loaded.vocab_size),
-            planner=FixedPlanner(),
-            judge=Judge(loaded.vocab_size, loaded.eos_token_ids),
-        ),
-        max_model_len=loaded.max_model_len,
-        default_drafter=config.speculation.drafter,
-        max_draft=config.speculation.max_draft,
+    planner = _make_planner(config, drafters)
+    if calibrate and planner.options.mode is Mode.AUTO and drafters:
+        planner = _calibrated(planner, config, loaded, runners[TARGET], pool)
+    parts = EngineParts(
+        target=runners[TARGET],
+        pool=pool,
+        scheduler=Scheduler(config.scheduler, pool),
+        drafters=DrafterPortfolio(drafters, loaded.vocab_size),
+        planner=planner,
+        judge=Judge(loaded.vocab_size, loaded.eos_token_ids, config.speculation.verification),
     )
+    engine = _make_engine(config, loaded, parts)
     info = EngineInfo(
         model_name=Path(config.model.path).name,
         model_path=config.model.path,
@@ -118,6 +126,25 @@ def assemble(
         drafters=tuple(drafters),
     )
     return BuiltEngine(engine, info, rules)
+
+
+def _make_engine(config: EngineConfig, loaded: LoadedModel, parts: EngineParts) -> Engine:
+    speculation = config.speculation
+    if not config.audit_rate:
+        return Engine(
+            parts,
+            max_model_len=loaded.max_model_len,
+            default_drafter=speculation.drafter,
+            max_draft=speculation.max_draft,
+        )
+    return AuditingEngine(
+        parts,
+        max_model_len=loaded.max_model_len,
+        default_drafter=speculation.drafter,
+        max_draft=speculation.max_draft,
+        rate=config.audit_rate,
+        dtype=str(loaded.shape.dtype).removeprefix("torch."),
+    )
 
 
 def _make_drafters(
@@ -159,6 +186,45 @@ def _load_draft_model(target: ModelConfig, draft: ModelConfig) -> LoadedModel:
     return load_model(Path(draft.path), draft)
 
 
+def _make_planner(config: EngineConfig, drafters: Mapping[str, Drafter]) -> AdaptivePlanner:
+    """The planner that a configuration asks for, knowing nothing of this machine yet."""
+    speculation = config.speculation
+    try:
+        mode = Mode(speculation.mode)
+    except ValueError:
+        modes = ", ".join(m.value for m in Mode)
+        raise ConfigurationError(
+            f"speculation is {speculation.mode!r}; choose one of {modes}."
+        ) from None
+    lookup = drafters.get("lookup")
+    return AdaptivePlanner(
+        PlannerOptions(
+            depth=max(1, speculation.max_draft),
+            most_rows=config.scheduler.max_batch_tokens,
+            mode=mode,
+            outlooks={"lookup": lookup.outlook} if isinstance(lookup, LookupDrafter) else {},
+        )
+    )
+
+
+def _calibrated(
+    planner: AdaptivePlanner,
+    config: EngineConfig,
+    loaded: LoadedModel,
+    target: Runner,
+    pool: PagePool,
+) -> AdaptivePlanner:
+    """The same planner, which knows what a pass costs here."""
+    calibration = load_calibration(
+        config.model.path,
+        str(loaded.shape.dtype),
+        target,
+        pool,
+        most_rows=min(config.scheduler.max_batch_tokens, 256),
+    )
+    return AdaptivePlanner(replace(planner.options, calibration=calibration))
+
+
 def warm_up(built: BuiltEngine) -> None:
     """Runs prefill, decode and verify once, so that the first caller does not pay for it.
 
@@ -177,6 +243,15 @@ def warm_up(built: BuiltEngine) -> None:
             raise ConfigurationError("the model failed in the warm-up; the log says how.")
     engine.parts.pool.drop_cache()
     engine.check()
+
+
+def check_numerics(built: BuiltEngine) -> BuiltEngine:
+    """The engine with the numerics self-test's result in its `info`; also logs it."""
+    parts, info = built.engine.parts, built.info
+    found = check_invariance(parts.target, parts.pool, info.vocab_size, info.max_model_len)
+    logger.log(logging.INFO if found.invariant else logging.WARNING, "numerics: %s", found)
+    info = replace(info, row_invariant=found.invariant, numerics=str(found))
+    return replace(built, info=info)
 
 
 def _make_cache(config: EngineConfig, models: list[LoadedModel]) -> tuple[PagePool, list[Runner]]:

@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 
 from engine.errors import ConfigurationError
 
+#: Rules that may judge drafts: see `engine.verification`.
+VERIFICATIONS = ("auto", "match", "rejection", "block")
+
 
 def _require(condition: bool, message: str) -> None:
     if not condition:
@@ -93,6 +96,8 @@ class SpeculationConfig:
     """How far to speculate.
 
     Args:
+        mode: "auto" (the planner decides, from measured times), "off", or "fixed" (always as
+            many draft tokens as there is room for).
         drafter: drafter of requests that do not name one: "lookup", "model" or "none".
         max_draft: most draft tokens per sequence and step.
         draft_model: the smaller model of the "model" drafter; its path is a local directory.
@@ -102,6 +107,7 @@ class SpeculationConfig:
             was measured best. All others are always matched.
     """
 
+    mode: str = "auto"
     drafter: str = "lookup"
     max_draft: int = 4
     draft_model: ModelConfig | None = None
@@ -113,6 +119,10 @@ class SpeculationConfig:
             0 <= self.max_draft <= 64,
             f"max_draft is {self.max_draft}; it must be from 0 to 64.",
         )
+        _require(
+            self.verification in VERIFICATIONS,
+            f"verification is {self.verification!r}; choose one of {', '.join(VERIFICATIONS)}.",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +131,8 @@ class EngineConfig:
 
     Args:
         threads: torch's intra-op threads; None = one per core the process may use.
+        audit_rate: share of finished greedy requests that are run again without speculation
+            while the engine is idle, to compare the tokens.
     """
 
     model: ModelConfig
@@ -128,3 +140,10 @@ class EngineConfig:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
     threads: int | None = None
+    audit_rate: float = 0.0
+
+    def __post_init__(self) -> None:
+        _require(
+            0.0 <= self.audit_rate <= 1.0,
+            f"audit_rate is {self.audit_rate}; it must be from 0 to 1.",
+        )

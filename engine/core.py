@@ -7,22 +7,24 @@ import secrets
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from engine.batch import Span, build_batch
 from engine.cache.pages import TARGET, PagePool
 from engine.control.planner import Planner
+from engine.control.report import report
 from engine.draft.drafter import DraftProposal, Verdict
 from engine.draft.portfolio import DrafterPortfolio
-from engine.errors import RequestFailed
-from engine.judge import Judge, Judgement, num_logit_rows
+from engine.errors import CorruptedLogits, RequestFailed
+from engine.judge import NOTHING, Judge, Judgement, num_logit_rows
 from engine.model.loader import Runner
 from engine.scheduler import ScheduledSequence, Scheduler, StepPlan
-from engine.sequence import Sequence
+from engine.sequence import Sequence, Status
 from engine.statistics import step_stats
 from engine.types import (
+    AuditStats,
     Event,
     Failed,
     Finished,
@@ -50,10 +52,12 @@ class EngineParts:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """Events for callers and, unless nothing was scheduled, what the step did."""
+    """Events for callers; what the step did, unless nothing was scheduled; what an audit found,
+    if one ended."""
 
     events: list[Event]
     stats: StepStats | None
+    audit: AuditStats | None = None
 
 
 class Engine:
@@ -92,16 +96,23 @@ class Engine:
         """Whether a step would do anything."""
         return bool(self._requests or self._events)
 
+    @property
+    def patience(self) -> float | None:
+        """Seconds without work after which `step` should be called all the same; None = never."""
+        return None
+
     def add(self, request: Request) -> None:
         """Queues a request that `RequestRules.validate` has passed."""
         ask = request.speculation
         wanted = self.max_draft if ask.max_draft is None else min(ask.max_draft, self.max_draft)
         seed = request.sampling.seed
+        drafter = ask.drafter or self._default_drafter(request)
         common = {
             "ticket": self._tickets,
             "seed": secrets.randbits(64) if seed is None else seed % 2**64,
-            "drafter": ask.drafter or self._default_drafter(request),
-            "max_draft": 0 if ask.enabled is False else wanted,
+            "drafter": drafter,
+            "verification": self.parts.judge.rule_for(request.sampling),
+            "max_draft": 0 if ask.enabled is False or drafter == "none" else wanted,
             "limit": min(len(request.prompt) + request.sampling.max_tokens, self.max_model_len),
         }
         self._tickets += 1
@@ -157,29 +168,30 @@ class Engine:
                 for scheduled in plan.scheduled:
                     self._fail(scheduled.sequence.request.request_id, _step_failure(error))
             else:
-                self._commit(plan, judgements)
-                verdicts = [judgement.verdict for judgement in judgements]
+                verdicts = self._commit(plan, judgements)
                 times = (started, *marks, self.clock())
                 stats = step_stats(plan, proposal, verdicts, times, self.parts.scheduler)
                 self.parts.planner.observe(plan, verdicts, stats)
+                stats = replace(stats, speculation=report(self.parts.planner))
         events, self._events = self._events, []
         return StepOutput(events, stats)
 
     def _propose_and_verify(
         self, plan: StepPlan
-    ) -> tuple[DraftProposal, list[Judgement], tuple[float, float]]:
-        """The step up to the verdict, and when drafting and the target's pass ended."""
+    ) -> tuple[DraftProposal, list[Judgement], tuple[float, float, float]]:
+        """The step up to the verdict, and when planning, drafting and the target's pass ended."""
         parts = self.parts
         now = self.clock()
         for scheduled in plan.scheduled:
             if scheduled.sequence.first_scheduled is None:
                 scheduled.sequence.first_scheduled = now
         lengths = parts.planner.choose(plan)
+        planned = self.clock()
         proposal = parts.drafters.propose([s.sequence for s in plan.scheduled], lengths)
         drafted = self.clock()
         logits = self._run_target(plan, proposal)
         verified = self.clock()
-        return proposal, parts.judge.judge(plan, proposal, logits), (drafted, verified)
+        return proposal, parts.judge.judge(plan, proposal, logits), (planned, drafted, verified)
 
     def _run_target(self, plan: StepPlan, proposal: DraftProposal) -> torch.Tensor:
         """One packed pass over all fed tokens and drafts."""
@@ -194,25 +206,28 @@ class Engine:
 
     # -- after the verdict ---------------------------------------------------------------
 
-    def _commit(self, plan: StepPlan, judgements: Seq[Judgement]) -> None:
-        """Appends what was emitted, moves the caches on, frees surplus pages, ends sequences."""
+    def _commit(self, plan: StepPlan, judgements: Seq[Judgement]) -> list[Verdict]:
+        """Appends what was emitted, moves the caches on, frees surplus pages, ends sequences.
+
+        Returns:
+            What every scheduled sequence was given: nothing where its request has failed.
+        """
         now = self.clock()
-        kept: list[Sequence] = []
-        verdicts: list[Verdict] = []
-        for scheduled, judgement in zip(plan.scheduled, judgements, strict=True):
-            sequence = scheduled.sequence
+        judged = list(zip(plan.scheduled, judgements, strict=True))
+        for scheduled, judgement in judged:  # before all else: other choices fail with it
             if judgement.corrupted:
-                self._fail(sequence.request.request_id, _corrupted(sequence))
-            elif sequence in self._requests.get(sequence.request.request_id, ()):
+                self._fail(scheduled.sequence.request.request_id, _corrupted(scheduled.sequence))
+        kept = {s.sequence: j for s, j in judged if s.sequence.status is Status.RUNNING}
+        for scheduled, judgement in judged:
+            if scheduled.sequence in kept:
                 self._advance(scheduled, judgement, now)
-                kept.append(sequence)
-                verdicts.append(judgement.verdict)
-        self.parts.drafters.commit(kept, verdicts)
+        self.parts.drafters.commit(list(kept), [judgement.verdict for judgement in kept.values()])
         for sequence in kept:
             reason = sequence.finish_reason(self.parts.judge.eos_token_ids)
             # Without room from the start (max_tokens = 0) it is over once the prompt is read.
             if reason is not None and (sequence.num_generated or not sequence.num_uncached):
                 self._finish(sequence, reason)
+        return [kept.get(s.sequence, NOTHING).verdict for s in plan.scheduled]
 
     def _advance(self, scheduled: ScheduledSequence, judgement: Judgement, now: float) -> None:
         """Commits one sequence's verdict."""
@@ -238,7 +253,9 @@ class Engine:
     def _collect_prompt_logprobs(self, sequence: Sequence, judgement: Judgement) -> None:
         if not sequence.prompt_logprobs:
             sequence.prompt_logprobs.append(None)
-        sequence.prompt_logprobs.extend(judgement.prompt_logprobs)
+        # Where they belong, not at the end: after a preemption the prompt is read once more.
+        start = sequence.table.num_cached[TARGET] + 1
+        sequence.prompt_logprobs[start:] = judgement.prompt_logprobs
         if not sequence.wants_prompt_logprobs:
             entries = tuple(sequence.prompt_logprobs)
             self._events.append(PromptLogprobs(sequence.request.request_id, entries))
@@ -264,6 +281,7 @@ class Engine:
         request_id = sequence.request.request_id
         self.parts.scheduler.remove(sequence)
         self.parts.drafters.release(sequence)
+        self.parts.planner.release(sequence)
         self._requests[request_id].remove(sequence)
         if not self._requests[request_id]:
             del self._requests[request_id]
@@ -280,9 +298,9 @@ def _step_failure(error: Exception) -> RequestFailed:
     return RequestFailed(f"The step that served this request failed ({type(error).__name__}).")
 
 
-def _corrupted(sequence: Sequence) -> RequestFailed:
+def _corrupted(sequence: Sequence) -> CorruptedLogits:
     position = len(sequence.tokens)
-    return RequestFailed(
+    return CorruptedLogits(
         f"The model's logits at position {position} are not finite numbers; the request cannot "
         "be continued. Other requests are unaffected."
     )

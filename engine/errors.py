@@ -7,6 +7,7 @@
     │   └── ContextLengthExceeded
     ├── Overloaded              the request could be served, but not now
     ├── RequestFailed           this request alone failed while it ran
+    │   └── CorruptedLogits     ... because the model computed no numbers for it
     ├── EngineUnavailable       the engine is loading, draining, stopped or dead
     └── ConfigurationError      the server cannot start as configured
         └── ModelNotSupported   ... because of the model or the drafter
@@ -53,6 +54,10 @@ class Overloaded(EngineError):
 
 class RequestFailed(EngineError):
     """One request failed while it ran; its neighbours did not."""
+
+
+class CorruptedLogits(RequestFailed):
+    """The model's logits for one request are not finite numbers."""
 
 
 class EngineUnavailable(EngineError):

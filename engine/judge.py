@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -17,7 +18,8 @@ from engine.sampling.logprobs import token_logprobs
 from engine.sampling.processors import SamplingRow, select_tokens
 from engine.scheduler import ScheduledSequence, StepPlan
 from engine.sequence import Sequence
-from engine.types import TokenLogprobs
+from engine.types import SamplingParams, TokenLogprobs
+from engine.verification import choose_rule, weigh_draft
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,19 +45,28 @@ NOTHING = Judgement(Verdict([], 0, 0))
 class Judge:
     """Samples the target's tokens and compares them with the drafts.
 
-    Verification is *match*: at every row the target's own token is drawn with noise that only
+    In *match* verification the target's own token is drawn at every row with noise that only
     seed, choice, position and token id decide (or is the argmax, for greedy requests), and a
     draft token is accepted while it is equal. So the emitted text does not depend on drafts.
     Rows are drawn depth by depth, since what follows a refused draft token is never needed.
+    Drafts with probabilities may be judged by them instead: see `engine.verification`.
 
     Args:
         vocab_size: ids from here on are padding of the model's output layer.
         eos_token_ids: tokens that end a sequence.
+        verification: which rule judges drafts with probabilities: see `choose_rule`.
     """
 
-    def __init__(self, vocab_size: int, eos_token_ids: frozenset[int]) -> None:
+    def __init__(
+        self, vocab_size: int, eos_token_ids: frozenset[int], verification: str = "auto"
+    ) -> None:
         self.vocab_size = vocab_size
         self.eos_token_ids = eos_token_ids
+        self._verification = verification
+
+    def rule_for(self, params: SamplingParams) -> str:
+        """The rule for drafts of a new request: its sequences' `verification`."""
+        return choose_rule(self._verification, params)
 
     def judge(
         self, plan: StepPlan, proposal: DraftProposal, logits: torch.Tensor
@@ -66,25 +77,37 @@ class Judge:
             logits: [R, V], the rows of all sequences in order, `num_logit_rows` of each.
         """
         rows = _split_rows(plan, proposal, logits)
-        corrupted = [bool(own.numel()) and not _all_finite(own) for own in rows]
-        drafts = [
-            draft if s.samples and not bad else None
-            for s, draft, bad in zip(plan.scheduled, proposal.tokens, corrupted, strict=True)
-        ]
-        chosen = self._choose(plan, drafts, rows)
-        return [
-            Judgement(NOTHING.verdict, corrupted=True)
-            if corrupted[i]
-            else self._judge_one(scheduled, proposal.tokens[i], chosen[i], rows[i])
-            for i, scheduled in enumerate(plan.scheduled)
-        ]
+        chosen: list[list[int]] = [[] for _ in rows]
+        drafts: list[list[int] | None] = [None for _ in rows]  # to be matched
+        for i, scheduled in enumerate(plan.scheduled):
+            if scheduled.samples:
+                weights = proposal.probabilities[i] if proposal.probabilities else None
+                if weights is None or scheduled.sequence.verification == "match":
+                    drafts[i] = proposal.tokens[i]
+                else:
+                    draft = proposal.tokens[i]
+                    chosen[i] = self._weigh(scheduled.sequence, draft, weights, rows[i])
+        self._match(plan, drafts, rows, chosen)
+        judged = zip(plan.scheduled, proposal.tokens, chosen, rows, strict=True)
+        return [self._judge_one(*one) for one in judged]
 
-    def _choose(
-        self, plan: StepPlan, drafts: list[list[int] | None], rows: list[torch.Tensor]
-    ) -> list[list[int]]:
-        """The target's own tokens of every sequence, up to the first that differs from the
-        draft: rows beyond that one are never looked at. None = the sequence draws nothing."""
-        chosen: list[list[int]] = [[] for _ in drafts]
+    def _weigh(
+        self, sequence: Sequence, draft: list[int], weights: torch.Tensor, rows: torch.Tensor
+    ) -> list[int]:
+        """What one sequence says next, its draft having been drawn from `weights`."""
+        logits = rows[-1 - len(draft) :, : self.vocab_size]
+        contexts = partial(self._row, sequence, draft, step=sequence.target_passes)
+        return weigh_draft(sequence.verification, logits, contexts, draft, weights)
+
+    def _match(
+        self,
+        plan: StepPlan,
+        drafts: list[list[int] | None],
+        rows: list[torch.Tensor],
+        chosen: list[list[int]],
+    ) -> None:
+        """Appends to `chosen` the target's own tokens of every sequence, up to the first that
+        differs from its draft: rows beyond that one are never looked at. None = not matched."""
         alive = [i for i, draft in enumerate(drafts) if draft is not None]
         depth = 0
         while alive:
@@ -95,9 +118,10 @@ class Judge:
                 chosen[i].append(token)
             alive = [i for i in alive if (drafts[i] or [])[depth : depth + 1] == chosen[i][-1:]]
             depth += 1
-        return chosen
 
-    def _row(self, sequence: Sequence, draft: list[int] | None, depth: int) -> SamplingRow:
+    def _row(
+        self, sequence: Sequence, draft: list[int] | None, depth: int, step: int = 0
+    ) -> SamplingRow:
         """What the row at `depth` sees: committed tokens and the draft tokens before it."""
         return SamplingRow(
             params=sequence.request.sampling,
@@ -107,6 +131,7 @@ class Judge:
             seed=sequence.seed,
             choice=sequence.choice,
             eos_token_ids=self.eos_token_ids,
+            step=step,
         )
 
     def _judge_one(
@@ -118,6 +143,10 @@ class Judge:
     ) -> Judgement:
         sequence, params = scheduled.sequence, scheduled.sequence.request.sampling
         verdict, logprobs = NOTHING.verdict, None
+        # Rows behind a refused draft token would not be there without drafts: they decide nothing.
+        unused = 1 + len(draft) - len(target_tokens) if scheduled.samples else 0
+        if not _all_finite(logits[: len(logits) - unused, : self.vocab_size]):
+            return Judgement(verdict, corrupted=True)
         if scheduled.samples:
             accepted = len(target_tokens) - 1
             emitted = self._cut(sequence, target_tokens)

@@ -127,21 +127,28 @@ class Scheduler:
     def _admit(self, budget: int) -> int:
         """Waiting sequences join while there is room for their whole prompt.
 
-        A choice whose sibling is just prefilling the same prompt is passed over: a step or
-        two later it finds those pages in the prefix index.
+        A choice whose sibling is just computing pages of the same prompt is passed over: a
+        step or two later it finds them in the prefix index.
         """
-        prefilling = {id(s.request) for s in self.running if not s.num_generated}
+        prefilling = {id(s.request) for s in self.running if self._computes_shared_pages(s)}
         for sequence in list(self.waiting):
             if budget <= 0 or len(self.running) >= self.config.max_sequences:
                 break
-            if self.pool.prefix_reuse and id(sequence.request) in prefilling:
+            if id(sequence.request) in prefilling:
                 continue
             if self._preemptions or not self._start(sequence):
                 break  # first come, first served: nobody overtakes for being smaller
-            prefilling.add(id(sequence.request))
+            if self._computes_shared_pages(sequence):
+                prefilling.add(id(sequence.request))
             self._planned[sequence] = min(budget, sequence.num_uncached)
             budget -= self._planned[sequence]
         return budget
+
+    def _computes_shared_pages(self, sequence: Sequence) -> bool:
+        """Whether full pages of its prompt are still to come, for siblings to find."""
+        size = self.pool.page_size
+        shareable = (sequence.prompt_length - 1) // size * size
+        return self.pool.prefix_reuse and sequence.table.num_cached[TARGET] < shareable
 
     def _start(self, sequence: Sequence) -> bool:
         """Moves a sequence to `running` with pages for all its tokens, if there are enough

@@ -13,20 +13,22 @@ def step_stats(
     plan: StepPlan,
     proposal: DraftProposal,
     verdicts: Seq[Verdict],
-    times: tuple[float, float, float, float],
+    times: tuple[float, float, float, float, float],
     scheduler: Scheduler,
 ) -> StepStats:
     """Sums up a step.
 
     Args:
-        times: when it started, drafting ended, the target's pass ended, and it ended.
+        times: when it started, planning ended, drafting ended, the target's pass ended, and it
+            ended.
         scheduler: as it is after the step.
     """
-    started, drafted, verified, ended = times
+    started, planned, drafted, verified, ended = times
     pool = scheduler.pool
     return StepStats(
         seconds=ended - started,
-        draft_seconds=drafted - started,
+        plan_seconds=planned - started,
+        draft_seconds=drafted - planned,
         verify_seconds=verified - drafted,
         sample_seconds=ended - verified,
         running=len(scheduler.running),

@@ -224,6 +224,33 @@ Event = Tokens | PromptLogprobs | Finished | Failed
 
 
 @dataclass(frozen=True, slots=True)
+class SpeculationReport:
+    """What speculation bought so far, by wall clock. Sums since start; times are seconds.
+
+    Attributes:
+        equal_seconds: that plain decoding would have taken for the same tokens, from plain
+            steps measured live.
+        decode_seconds: that the same steps did take, everything counted.
+        unknown_seconds: of steps before there was anything to compare with; in neither sum.
+        basis: "measured", "modelled" (no fresh plain steps at these batch sizes) or "unknown".
+        speedup: ratio over the last few thousand steps; None while unknown.
+        speedup_low, speedup_high: 95 % range; None until there are enough steps.
+        wasted_tokens: draft tokens that were checked for nothing.
+        rows_off: rows that decoded without a draft, by reason.
+    """
+
+    equal_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    unknown_seconds: float = 0.0
+    basis: str = "unknown"
+    speedup: float | None = None
+    speedup_low: float | None = None
+    speedup_high: float | None = None
+    wasted_tokens: int = 0
+    rows_off: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class StepStats:
     """What one engine step did; the server turns it into metrics. Times are seconds."""
 
@@ -243,6 +270,17 @@ class StepStats:
     preemptions: int
     prefix_query_tokens: int
     prefix_hit_tokens: int
+    speculation: SpeculationReport = field(default_factory=SpeculationReport)
+    plan_seconds: float = 0.0  # scheduling, and choosing draft lengths
+
+
+@dataclass(frozen=True, slots=True)
+class AuditStats:
+    """What one online audit found: an answer was said again without speculation."""
+
+    tokens: int  # compared, up to and including the first mismatch
+    near_ties: int  # mismatches that rounding explains
+    faults: int  # mismatches that nothing excuses
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,3 +299,5 @@ class EngineInfo:
     runner: str  # "native", "torch" or "reference"
     drafters: tuple[str, ...]
     max_draft: int
+    row_invariant: bool | None = None  # what the numerics self-test found; None = not run
+    numerics: str = "not tested"  # the same in words

@@ -8,8 +8,10 @@ import logging
 from collections.abc import AsyncIterator, Callable
 
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 
 from engine.types import EngineInfo
+from server.access import Gatekeeper
 from server.chat import chat_router
 from server.completions import completions_router
 from server.context import EngineClient, ServerContext, ServerOptions
@@ -17,6 +19,7 @@ from server.errors import install_error_handlers
 from server.metrics import Metrics
 from server.middleware import RequestGuard
 from server.ops import ops_router, version
+from server.schemas import ErrorResponse
 from server.text import TextCodec, Tokenizer
 
 _POLL_SECONDS = 0.05
@@ -60,6 +63,7 @@ def create_app(
         version=version(),
         description="OpenAI-compatible inference with lossless speculative decoding.",
         lifespan=_lifespan(context, load, on_failure),
+        responses={"4XX": {"model": ErrorResponse}, "5XX": {"model": ErrorResponse}},
         redirect_slashes=False,
         docs_url=None,
         redoc_url=None,
@@ -69,8 +73,22 @@ def create_app(
     app.include_router(chat_router(context))
     app.include_router(ops_router(context))
     install_error_handlers(app, metrics.rejected)
-    app.add_middleware(RequestGuard, max_body_bytes=options.max_body_bytes, metrics=metrics)
+    _add_layers(app, options, metrics)
     return app
+
+
+def _add_layers(app: FastAPI, options: ServerOptions, metrics: Metrics) -> None:
+    """What surrounds the routes; the last one added is the outermost."""
+    app.add_middleware(Gatekeeper, options=options, metrics=metrics)
+    if options.cors_origins:  # outside the gate: a browser's preflight request carries no key
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=options.cors_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after", "x-ignored-params"],
+        )
+    app.add_middleware(RequestGuard, options=options, metrics=metrics)
 
 
 def _lifespan(

@@ -8,6 +8,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from server.access import caller_of
 from server.body import StrictRoute
 from server.choice import Delta
 from server.completions import join
@@ -15,7 +16,7 @@ from server.context import ServerContext
 from server.generation import Generation
 from server.logprobs import LogprobWriter
 from server.respond import new_id, respond
-from server.schemas import ChatCompletionRequest, ChatCompletionResponse, ErrorResponse
+from server.schemas import ChatCompletionRequest, ChatCompletionResponse
 from server.text import TextCodec
 from server.translate import chat_job
 
@@ -26,17 +27,15 @@ def chat_router(context: ServerContext) -> APIRouter:
 
     @router.post(
         "/v1/chat/completions",
-        responses={
-            200: {"model": ChatCompletionResponse, "content": {"text/event-stream": {}}},
-            "4XX": {"model": ErrorResponse},
-            "5XX": {"model": ErrorResponse},
-        },
+        responses={200: {"model": ChatCompletionResponse, "content": {"text/event-stream": {}}}},
     )
     async def create_chat_completion(request: Request, body: ChatCompletionRequest) -> Response:
         """Answers a conversation, written down by the tokenizer's own chat template."""
         codec = context.codec()
+        caller = caller_of(request)
+        caller.check_tokens()
         job = await chat_job(context, codec, body)
-        generation = Generation(context, codec, job)
+        generation = Generation(context, codec, job, caller)
         answer = ChatAnswer(codec, body, generation)
         answer_id = new_id("chatcmpl", body)
         return await respond(request, context, generation, answer, body, answer_id)

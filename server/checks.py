@@ -50,7 +50,7 @@ def check_common(context: ServerContext, body: GenerationRequest) -> None:
     check_model(context, body.model)
     for name, value in (body.model_extra or {}).items():
         neutral = UNSUPPORTED.get(name)
-        if neutral is not None and value is not None and value not in neutral:
+        if neutral is not None and value is not None and not _is_one_of(value, neutral):
             raise ApiError(400, f"{name} is not supported by this server.", param=name)
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options needs stream to be true.", param="stream_options")
@@ -61,6 +61,12 @@ def check_common(context: ServerContext, body: GenerationRequest) -> None:
     bounded("prompt_logprobs", body.prompt_logprobs, context.options.max_logprobs)
     if body.priority is not None:
         require(-(2**31) <= body.priority < 2**31, "priority", body.priority, "a 32-bit integer")
+
+
+def _is_one_of(value: object, neutral: Sequence[object]) -> bool:
+    """Membership that tells true from 1 and false from 0."""
+    kind = isinstance(value, bool)
+    return any(value == other and isinstance(other, bool) == kind for other in neutral)
 
 
 def check_choices(options: ServerOptions, samples: int, prompts: int) -> None:

@@ -1,7 +1,7 @@
-"""The `specserve` command: serve, generate, pull, doctor.
+"""The `specserve` command: serve, generate, pull, audit, doctor.
 
-Exit codes: 0 done, 1 the engine died or a request failed, 2 a mistake in the command, the
-settings or the model, 130 and 143 interrupted.
+Exit codes: 0 done, 1 the engine died, a request failed or an audit found a fault, 2 a mistake
+in the command, the settings or the model, 130 and 143 interrupted.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from typing import Any, Literal, NoReturn, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from engine.errors import ConfigurationError, EngineError, InvalidRequest
+from server import audit, logs
 from server.configure import did_you_mean, flag_of, load_settings
-from server.console import Console
+from server.console import Console, LogConsole
 from server.ops import version
 from server.settings import Settings
 
@@ -91,6 +92,11 @@ def make_parser() -> argparse.ArgumentParser:
     )
     pull = _add_command(commands, "pull", _pull, "fetch a model, so that later starts are quick")
     pull.add_argument("source", nargs="?", metavar="MODEL", help="same as --model")
+    audit.add_arguments(
+        _add_command(
+            commands, "audit", _audit, "check that speculation changes nothing that is said"
+        )
+    )
     _add_command(commands, "doctor", _doctor, "show what this machine offers, and what is missing")
     return parser
 
@@ -112,7 +118,7 @@ def _add_command(
 
 
 def _add_setting(group: argparse._ArgumentGroup, name: str, field: FieldInfo) -> None:
-    default = "" if field.default is None else f" ({str(field.default).lower()})"
+    default = "" if field.default in (None, ()) else f" ({str(field.default).lower()})"
     help_text = f"{field.description}{default}".replace("%", "%%")
     destination, flag = _GIVEN + name, flag_of(name)
     if field.annotation is bool:
@@ -165,11 +171,13 @@ def _serve(options: argparse.Namespace, settings: Settings) -> int:
         print(settings.to_yaml(), end="")
         return 0
     _set_up_logging(settings)
-    with Console() as console:
+    settings.server_options()  # tells what is wrong with the keys
+    with LogConsole() if settings.log_format == "json" else Console() as console:
         from server.serve import bind, serve
 
         bind(settings.host, settings.port).close()  # a taken port is told before a long download
         directory, name = _find_model(settings, console)
+        settings = _find_draft_model(settings, console)
         _hide_progress_bars()
         return serve(settings, directory, name, console)
 
@@ -181,6 +189,7 @@ def _generate(options: argparse.Namespace, settings: Settings) -> int:
         from server.generate import Prompt, generate
 
         directory, _ = _find_model(settings, console)
+        settings = _find_draft_model(settings, console)
         _hide_progress_bars()
         prompt = Prompt(
             text,
@@ -200,9 +209,20 @@ def _pull(_: argparse.Namespace, settings: Settings) -> int:
     return 0
 
 
+def _audit(options: argparse.Namespace, settings: Settings) -> int:
+    _set_up_logging(settings, least=logging.WARNING)
+    command = audit.read_arguments(options)
+    with Console() as console:
+        directory, _ = _find_model(settings, console)
+        settings = _find_draft_model(settings, console)
+        _hide_progress_bars()
+        return audit.run(command, settings, directory, console)
+
+
 def _doctor(_: argparse.Namespace, settings: Settings) -> int:
     from server.doctor import doctor
 
+    _hide_progress_bars()
     return doctor(settings)
 
 
@@ -217,6 +237,16 @@ def _find_model(settings: Settings, console: Console) -> tuple[Path, str]:
     return directory, name
 
 
+def _find_draft_model(settings: Settings, console: Console) -> Settings:
+    """The settings with `draft_model` resolved to a local directory."""
+    if settings.draft_model is None:
+        return settings
+    from engine.model import sources
+
+    found = sources.resolve(settings.draft_model, report=console.say, progress=console.progress)
+    return settings.model_copy(update={"draft_model": str(found)})
+
+
 def _hide_progress_bars() -> None:
     """Weights load in a second or two; transformers' bars would only smear the output."""
     from transformers.utils import logging as transformers_logging
@@ -226,10 +256,7 @@ def _hide_progress_bars() -> None:
 
 def _set_up_logging(settings: Settings, least: int = logging.DEBUG) -> None:
     level = max(least, logging.getLevelNamesMapping()[settings.log_level.upper()])
-    logging.basicConfig(level=level, format="%(asctime)s %(levelname)-7s %(name)s: %(message)s")
-    if level > logging.DEBUG:  # others say at length what is of no use to an operator
-        for name in ("uvicorn", "httpx", "filelock", "asyncio", "huggingface_hub"):
-            logging.getLogger(name).setLevel(max(level, logging.WARNING))
+    logs.set_up(level, settings.log_format)
 
 
 def _complain(error: Exception, code: int) -> int:

@@ -8,13 +8,14 @@ from typing import Any
 from fastapi import APIRouter, Request
 from starlette.responses import Response
 
+from server.access import caller_of
 from server.body import StrictRoute
 from server.choice import Delta
 from server.context import ServerContext
 from server.generation import Generation
 from server.logprobs import LogprobWriter
 from server.respond import new_id, respond
-from server.schemas import CompletionRequest, CompletionResponse, ErrorResponse
+from server.schemas import CompletionRequest, CompletionResponse
 from server.text import TextCodec
 from server.translate import completion_job
 
@@ -25,17 +26,15 @@ def completions_router(context: ServerContext) -> APIRouter:
 
     @router.post(
         "/v1/completions",
-        responses={
-            200: {"model": CompletionResponse, "content": {"text/event-stream": {}}},
-            "4XX": {"model": ErrorResponse},
-            "5XX": {"model": ErrorResponse},
-        },
+        responses={200: {"model": CompletionResponse, "content": {"text/event-stream": {}}}},
     )
     async def create_completion(request: Request, body: CompletionRequest) -> Response:
         """Continues one or more prompts."""
         codec = context.codec()
+        caller = caller_of(request)
+        caller.check_tokens()
         job = await completion_job(context, codec, body)
-        generation = Generation(context, codec, job)
+        generation = Generation(context, codec, job, caller)
         answer = CompletionAnswer(codec, body, generation)
         answer_id = new_id("cmpl", body)
         return await respond(request, context, generation, answer, body, answer_id)

@@ -12,7 +12,7 @@ import yaml
 from pydantic import ValidationError
 
 from engine.errors import ConfigurationError
-from server.settings import Settings
+from server.settings import SECRETS, Settings
 
 PREFIX = "SPECSERVE_"
 CONFIG_VARIABLE = PREFIX + "CONFIG"
@@ -113,4 +113,5 @@ def _explain(error: ValidationError, origins: Mapping[str, str]) -> str:
         return f"{message}."
     name = str(first["loc"][0])
     reason = message[0].lower() + message[1:]
-    return f"{origins.get(name, name)} is {first['input']!r}: {reason}."
+    shown = "" if name in SECRETS else f" is {first['input']!r}"
+    return f"{origins.get(name, name)}{shown}: {reason}."

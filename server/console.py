@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import io
+import logging
 import sys
 from types import TracebackType
 from typing import Self, TextIO
@@ -15,6 +17,8 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+
+_logger = logging.getLogger("specserve.server")
 
 _PLAIN_STEPS = 4  # lines that a download without a terminal takes
 
@@ -79,3 +83,14 @@ class Console:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+
+
+class LogConsole(Console):
+    """Says everything through the log, where every line of stderr must have the log's form."""
+
+    def __init__(self) -> None:
+        super().__init__(io.StringIO())  # not a terminal
+
+    def say(self, sentence: str) -> None:
+        """One record."""
+        _logger.info(sentence)

@@ -10,6 +10,7 @@ from typing import Protocol
 from engine.errors import EngineError, EngineUnavailable
 from engine.types import EngineInfo, Event, FinishReason, Request
 from server.errors import shutting_down
+from server.keys import ApiKey
 from server.metrics import Metrics
 from server.text import TextCodec
 
@@ -57,8 +58,16 @@ class ServerOptions:
         max_token_list: entries of logit_bias, stop_token_ids and bad_words.
         ping_seconds: longest silence of a stream before it sends an SSE comment; 0 = never.
         send_timeout_seconds: a client that accepts nothing for so long is cut off.
-        stuck_after_seconds: age of an engine step beyond which /livez answers 503.
+        stuck_after_seconds: age of an engine step beyond which the engine counts as hung.
         drain_seconds: how long running requests may go on at shutdown.
+        body_seconds: a request whose body takes longer to arrive is answered with 408.
+        queue_seconds: longest wait for the first token; 0 = without end.
+        generation_seconds: longest time from the first token to the last; 0 = without end.
+        keys: who may call; empty = anybody.
+        open_metrics: whether /metrics needs no key.
+        requests_per_minute: POST requests of one key; None = no limit.
+        tokens_per_minute: prompt and generated tokens of one key; None = no limit.
+        cors_origins: web origins whose pages may call; empty = none.
     """
 
     max_body_bytes: int = 8 * 1024 * 1024
@@ -73,6 +82,21 @@ class ServerOptions:
     send_timeout_seconds: float = 60.0
     stuck_after_seconds: float = 120.0
     drain_seconds: float = 30.0
+    body_seconds: float = 60.0
+    queue_seconds: float = 300.0
+    generation_seconds: float = 3600.0
+    keys: tuple[ApiKey, ...] = ()
+    open_metrics: bool = False
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    cors_origins: tuple[str, ...] = ()
+
+
+class Running(Protocol):
+    """A generation that is being answered."""
+
+    def interrupt(self, error: EngineError) -> None:
+        """Ends it with an error, whether or not the engine still answers."""
 
 
 @dataclass(slots=True)
@@ -82,7 +106,7 @@ class ServerContext:
     Args:
         text: None until the tokenizer is there.
         failure: why the engine could not start, if it could not.
-        load: generation requests being answered now.
+        running: the generations being answered now.
     """
 
     engine: EngineClient
@@ -91,17 +115,30 @@ class ServerContext:
     metrics: Metrics
     text: TextCodec | None = None
     failure: BaseException | None = None
-    load: int = 0
+    running: set[Running] = field(default_factory=set)
     created: int = field(default_factory=lambda: int(time.time()))
 
+    @property
+    def load(self) -> int:
+        """How many generation requests are being answered now."""
+        return len(self.running)
+
     def status(self) -> str:
-        """ready, loading, draining, stopped, dead or failed."""
+        """ready, loading, draining, stopped, stuck, dead or failed."""
         if self.failure is not None:
             return "failed"
         state = self.engine.state
+        hung = self.engine.step_age > self.options.stuck_after_seconds
+        if hung and state in ("ready", "draining"):
+            return "stuck"
         if state == "new" or (state == "ready" and self.text is None):
             return "loading"
         return state
+
+    def interrupt(self, error: EngineError) -> None:
+        """Ends all generations with an error."""
+        for generation in list(self.running):
+            generation.interrupt(error)
 
     def explain(self, error: EngineError) -> Exception:
         """The error to show for one of the engine's: what a shutdown cuts off says so."""
@@ -124,6 +161,7 @@ class ServerContext:
 
 _REASONS = {
     "loading": "The model is still loading; try again soon.",
+    "stuck": "The engine hangs and the server must be restarted.",
     "dead": "The engine has died and the server must be restarted.",
     "failed": "The engine could not start; see the server's log.",
 }

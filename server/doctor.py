@@ -29,7 +29,7 @@ def doctor(settings: Settings, say: Callable[[str], None] = print) -> int:
         0, or 1 if the server cannot start with these settings on this machine.
     """
     failed = False
-    for check in (_software, _machine, _kernels, _model):
+    for check in (_software, _machine, _kernels, _model, _numerics):
         for name, found, bad in check(settings):
             say(f"{'FAIL' if bad else 'ok':<6}{name:<20}{found}")
             failed |= bad
@@ -95,8 +95,48 @@ def _model(settings: Settings) -> Iterator[Finding]:
     except EngineError as error:
         yield "model", str(error), True
         return
-    fits = {"lookup": "lookup: drafts from the text itself and so fits every model"}
-    yield "drafter", fits.get(settings.drafter, settings.drafter), False
+    yield from _drafter(settings, directory)
+
+
+def _numerics(settings: Settings) -> Iterator[Finding]:
+    """Whether a row's logits depend on who shares its pass; loads the model if it is here."""
+    from engine.model import sources
+
+    try:
+        directory = sources.cached(settings.model)
+    except EngineError:
+        return  # that has been said
+    if directory is None:
+        yield "numerics", "known once the model is here", False
+        return
+    try:
+        config = settings.engine_config(str(directory)).model
+        yield "numerics", str(_engine("selftest").check_model(directory, config)), False
+    except EngineError as error:
+        yield "numerics", str(error), True
+
+
+def _drafter(settings: Settings, directory: Path | None) -> Iterator[Finding]:
+    """Whether the drafter fits the model."""
+    if settings.drafter != "model":
+        fits = {"lookup": "lookup: drafts from the text itself and so fits every model"}
+        yield "drafter", fits.get(settings.drafter, settings.drafter), False
+        return
+    if settings.draft_model is None:
+        yield "drafter", "model, but no draft_model is named", True
+        return
+    from engine.model import pairing, sources
+
+    draft = sources.cached(settings.draft_model)
+    if directory is None or draft is None:
+        yield "drafter", f"{settings.draft_model}: known once both models are here", False
+        return
+    try:
+        pairing.check_pair(directory, draft)
+    except EngineError as error:
+        yield "drafter", str(error), True
+    else:
+        yield "drafter", f"{settings.draft_model} has the model's tokenizer", False
 
 
 def _memory_plan(config: EngineConfig, directory: Path) -> str:

@@ -44,6 +44,7 @@ _REJECTIONS = {
     "overloaded": "queue_full",
     "engine_unavailable": "unavailable",
     "server_shutting_down": "draining",
+    "queue_timeout": "queue_timeout",
 }
 
 _FIELD = re.compile(r"[a-z_]{1,40}")
@@ -76,6 +77,8 @@ class ApiError(Exception):
         self.status = status
         self.message = message
         self.type = "server_error" if status >= 500 else "invalid_request_error"
+        if status == 429:
+            self.type = "rate_limit_exceeded"
         self.param = param
         self.code = code
         self.headers = dict(headers or {})

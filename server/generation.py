@@ -6,9 +6,9 @@ import asyncio
 import contextlib
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from engine.errors import RequestFailed
+from engine.errors import CorruptedLogits, EngineError, RequestFailed
 from engine.types import (
     Event,
     Failed,
@@ -20,8 +20,11 @@ from engine.types import (
     TokenLogprobs,
     Tokens,
 )
+from server.callers import Caller
 from server.choice import ChoiceText, Delta, TextRules
 from server.context import ServerContext
+from server.errors import ApiError, to_api_error
+from server.patience import Patience
 from server.text import TextCodec
 
 
@@ -54,6 +57,7 @@ class _Choice:
     text: ChoiceText
     last_token: float | None = None
     stats: SequenceStats | None = None
+    finish_reason: str | None = None
 
 
 class Generation:
@@ -65,32 +69,39 @@ class Generation:
         EngineError: the engine refuses one of the requests; none of them runs then.
     """
 
-    def __init__(self, context: ServerContext, codec: TextCodec, job: Job) -> None:
+    def __init__(self, context: ServerContext, codec: TextCodec, job: Job, caller: Caller) -> None:
         self._engine = context.engine
         self._metrics = context.metrics
         self._context = context
+        self._caller = caller
+        self._patience = Patience(context.options.queue_seconds, context.options.generation_seconds)
         self.job = job
+        self.first_token: float | None = None  # time.monotonic() of the first of any choice
+        self.error: str | None = None  # the code of what ended it, if it failed
         self.prompt_logprobs: list[Sequence[TokenLogprobs | None] | None] = [
             None for _ in job.requests
         ]
         self._prompts = {request.request_id: i for i, request in enumerate(job.requests)}
         self._prompt_seen = [False] * len(job.requests)
+        self._not_started = set(range(len(job.requests)))
         self.choices = [
             _Choice(index, sample, self._choice_text(codec, request))
             for index, request in enumerate(job.requests)
             for sample in range(job.samples)
         ]
         self._closed = False
-        self._failed = False
         self._streams: list[AsyncIterator[Event]] = []
         try:
             for request in job.requests:
-                self._streams.append(self._engine.submit(request))
+                # Whatever the request asks for, it shares cached pages with its tenant alone.
+                salt = caller.salt(request.cache_salt)
+                self._streams.append(self._engine.submit(replace(request, cache_salt=salt)))
         except BaseException:
             for request in job.requests[: len(self._streams)]:
                 self._engine.abort(request.request_id)
             raise
-        context.load += 1
+        context.running.add(self)
+        caller.spend(sum(len(request.prompt) for request in job.requests))
         self._metrics.submitted(job.requests[0].sampling, len(self.choices))
 
     def _choice_text(self, codec: TextCodec, request: Request) -> ChoiceText:
@@ -108,20 +119,29 @@ class Generation:
             ApiError, EngineError: the engine could not finish.
         """
         async with contextlib.aclosing(_merge(self._streams)) as events:
-            async for event in events:
-                match event:
-                    case Tokens():
-                        delta = self._on_tokens(event)
-                    case Finished():
-                        delta = self._on_finished(event)
-                    case PromptLogprobs():
+            try:
+                while (event := await self._patience.next(events)) is not None:
+                    if isinstance(event, PromptLogprobs):
                         self.prompt_logprobs[self._prompts[event.request_id]] = event.entries
-                        continue
-                    case Failed():
-                        self._failed = True
-                        raise self._context.explain(event.error)
-                if delta is not None:
-                    yield self._number(event.request_id, event.choice), delta
+                    elif isinstance(event, Failed):
+                        raise self._failure(event.error)
+                    elif (delta := self._on_event(event)) is not None:
+                        yield self._number(event.request_id, event.choice), delta
+            except (ApiError, EngineError) as error:
+                self.error = to_api_error(error).code
+                raise
+
+    def interrupt(self, error: EngineError) -> None:
+        """Ends it with an error, whether or not the engine still answers."""
+        self._patience.interrupt(error)
+
+    def _failure(self, error: EngineError) -> Exception:
+        if isinstance(error, CorruptedLogits):
+            self._metrics.corrupted()
+        return self._context.explain(error)
+
+    def _on_event(self, event: Tokens | Finished) -> Delta | None:
+        return self._on_tokens(event) if isinstance(event, Tokens) else self._on_finished(event)
 
     def _number(self, request_id: str, sample: int) -> int:
         return self._prompts[request_id] * self.job.samples + sample
@@ -137,10 +157,21 @@ class Generation:
         first = choice.last_token is None
         gap = now - (since if choice.last_token is None else choice.last_token)
         self._metrics.tokens_arrived(choice.text.tokens - before, gap, first=first)
+        self._caller.spend(choice.text.tokens - before)
         choice.last_token = now
+        if first:
+            self._on_first_token(choice.prompt, now)
         if delta is not None and delta.finish_reason is not None:
             self._engine.abort(event.request_id, event.choice, FinishReason.STOP)
         return delta
+
+    def _on_first_token(self, prompt: int, now: float) -> None:
+        if self.first_token is None:
+            self.first_token = now
+        if prompt in self._not_started:
+            self._not_started.remove(prompt)
+            if not self._not_started:
+                self._patience.started()
 
     def _on_finished(self, event: Finished) -> Delta | None:
         choice = self.choices[self._number(event.request_id, event.choice)]
@@ -149,6 +180,7 @@ class Generation:
         self._prompt_seen[choice.prompt] = True
         stopped = choice.text.finished
         reason = FinishReason.STOP if stopped else event.reason
+        choice.finish_reason = reason.value
         self._metrics.finished(
             event.stats, reason.value, choice.text.tokens, count_prompt=first_of_prompt
         )
@@ -163,12 +195,12 @@ class Generation:
         if self._closed:
             return
         self._closed = True
-        self._context.load -= 1
+        self._context.running.discard(self)
         running = {choice.prompt for choice in self.choices if choice.stats is None}
         for prompt in sorted(running):
             self._engine.abort(self.job.requests[prompt].request_id)
         unfinished = sum(choice.stats is None for choice in self.choices)
-        self._metrics.gave_up(unfinished, "error" if self._failed else "abort")
+        self._metrics.gave_up(unfinished, "error" if self.error else "abort")
 
 
 async def _merge(streams: Sequence[AsyncIterator[Event]]) -> AsyncGenerator[Event, None]:

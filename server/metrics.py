@@ -22,7 +22,7 @@ from prometheus_client import (
     generate_latest,
 )
 
-from engine.types import EngineInfo, SamplingParams, SequenceStats, StepStats
+from engine.types import AuditStats, EngineInfo, SamplingParams, SequenceStats, StepStats
 from server.step_metrics import Instruments, StepMetrics
 
 _SECONDS = (
@@ -50,6 +50,7 @@ class Metrics:
             "specserve_engine_step_age_seconds", "Age of the running step; 0 when idle."
         )
         self._requests(make)
+        self._audits(make)
         self._latencies(make)
         self._http()
         ProcessCollector(registry=self.registry)
@@ -71,6 +72,9 @@ class Metrics:
         self._disconnected = make.counter(
             "vllm:http_requests_client_disconnected", "Answers whose client went away."
         )
+        self._corrupted = make.counter(
+            "vllm:corrupted_requests", "Requests whose logits were not finite numbers."
+        )
         for reason in ("stop", "length", "abort", "error"):
             self._finished.labels(self._model_name, reason)
         histogram = make.histogram
@@ -84,6 +88,16 @@ class Metrics:
         self._params_max_tokens = histogram(
             "vllm:request_params_max_tokens", "`max_tokens` of a request.", _TOKENS
         )
+
+    def _audits(self, make: Instruments) -> None:
+        self._audit_tokens = make.counter(
+            "specserve_audit_tokens", "Tokens that were said again without speculation."
+        )
+        self._audit_mismatches = make.labelled_counter(
+            "specserve_audit_mismatches", "Those that came out differently, by kind.", "kind"
+        )
+        for kind in ("near_tie", "fault"):
+            self._audit_mismatches.labels(self._model_name, kind)
 
     def _latencies(self, make: Instruments) -> None:
         def seconds(name: str, text: str) -> Histogram:
@@ -113,6 +127,12 @@ class Metrics:
     def on_step(self, stats: StepStats) -> None:
         """Counts one engine step."""
         self._steps.on_step(stats)
+
+    def on_audit(self, stats: AuditStats) -> None:
+        """Counts one online audit."""
+        self._audit_tokens.inc(stats.tokens)
+        for kind, count in (("near_tie", stats.near_ties), ("fault", stats.faults)):
+            self._audit_mismatches.labels(self._model_name, kind).inc(count)
 
     # ------------------------------------------------------------------ generations
 
@@ -169,6 +189,10 @@ class Metrics:
         """`choices` ended without a verdict of the engine's: reason abort or error."""
         self._steps.in_flight -= choices
         self._finished.labels(self._model_name, reason).inc(choices)
+
+    def corrupted(self) -> None:
+        """The model computed no finite logits for a request."""
+        self._corrupted.inc()
 
     # ------------------------------------------------------------------ HTTP
 

@@ -61,6 +61,7 @@ async def respond(
     Raises:
         EngineError: the engine could not finish; nothing has been sent yet.
     """
+    request.state.generation, request.state.stream = generation, bool(body.stream)  # for the log
     envelope = {"id": answer_id, "created": int(time.time()), "model": context.model_name}
     ignored = ignored_params(body)
     headers = {"x-ignored-params": ignored} if ignored else {}
@@ -120,6 +121,7 @@ async def _frames(
         # The 200 is out; all that is left is to say so in the stream.
         if not isinstance(error, ApiError | EngineError):
             logger.exception("unexpected error in stream %s", head["id"])
+            generation.error = "internal_error"
         yield frame(to_api_error(error).envelope())
     yield DONE
 

@@ -14,6 +14,24 @@ from typing_extensions import TypedDict
 
 Prompt = str | list[str] | list[int] | list[list[int]]
 
+_Text = Annotated[str, Field(min_length=1)]
+_Ids = Annotated[list[int], Field(min_length=1)]
+#: `Prompt` as the document tells it.
+_PromptSchema = (
+    _Text
+    | Annotated[list[_Text], Field(min_length=1)]
+    | _Ids
+    | Annotated[list[_Ids], Field(min_length=1)]
+)
+
+
+def _ranged(low: float, high: float, text: str | None = None) -> Any:
+    """An optional number whose range the document tells; it is checked where it is used."""
+    return Field(None, description=text, json_schema_extra={"minimum": low, "maximum": high})
+
+
+_INT32 = 2**31 - 1
+
 
 def _check_prompt(value: Any) -> Prompt:
     """Tells the four shapes of a prompt apart without trying each in turn."""
@@ -79,7 +97,7 @@ class SpeculationOptions(BaseModel):
 
     enabled: bool | None = Field(None, description="false switches speculation off.")
     drafter: str | None = Field(None, description="A loaded drafter, or none.")
-    max_draft: int | None = Field(None, description="Most draft tokens a step, 0 to 64.")
+    max_draft: int | None = _ranged(0, 64, "Most draft tokens a step.")
 
 
 class GenerationRequest(BaseModel):
@@ -88,33 +106,31 @@ class GenerationRequest(BaseModel):
     model_config = ConfigDict(strict=True, extra="allow")
 
     model: str | None = Field(None, description="The served model; may be left out.")
-    frequency_penalty: float | None = Field(None, description="-2 to 2.")
-    presence_penalty: float | None = Field(None, description="-2 to 2.")
-    repetition_penalty: float | None = Field(None, description="Above 0; 1 = off.")
-    temperature: float | None = Field(None, description="0 to 2; 0 = greedy; default 1.")
-    top_p: float | None = Field(None, description="0 to 1; default 1; 0 = greedy.")
-    top_k: int | None = Field(None, description="0 or -1 = off.")
-    min_p: float | None = Field(None, description="0 to 1; 0 = off.")
+    frequency_penalty: float | None = _ranged(-2, 2)
+    presence_penalty: float | None = _ranged(-2, 2)
+    repetition_penalty: float | None = _ranged(1e-3, 100, "Above 0; 1 = off.")
+    temperature: float | None = _ranged(0, 2, "0 = greedy; default 1.")
+    top_p: float | None = _ranged(0, 1, "Default 1; 0 = greedy.")
+    top_k: int | None = _ranged(-1, _INT32, "0 or -1 = off.")
+    min_p: float | None = _ranged(0, 1, "0 = off.")
     logit_bias: dict[str, float] | None = Field(None, description="Token id to -100..100.")
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
+    max_tokens: int | None = _ranged(0, _INT32)
+    min_tokens: int | None = _ranged(0, _INT32, "At most max_tokens.")
     ignore_eos: bool | None = None
-    n: int | None = Field(None, description="1 to 128.")
-    seed: int | None = Field(None, description="Signed 64-bit.")
+    n: int | None = _ranged(1, 128)
+    seed: int | None = _ranged(-(2**63), 2**63 - 1)
     stop: str | list[str] | None = Field(None, description="Up to 16 strings.")
     stop_token_ids: list[int] | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = Field(None, description="Default true.")
     add_special_tokens: bool | None = None
-    truncate_prompt_tokens: int | None = Field(
-        None, description="Keep so many prompt tokens; -1 = as many as the context has room for."
-    )
+    truncate_prompt_tokens: int | None = _ranged(-1, _INT32, "Keep so many; -1 = what has room.")
     truncation_side: Literal["left", "right"] | None = Field(
         None, description="Where truncation removes tokens; default left."
     )
-    prompt_logprobs: int | None = None
+    prompt_logprobs: int | None = _ranged(0, 20)
     return_token_ids: bool | None = None
     return_tokens_as_token_ids: bool | None = None
     stream: bool | None = None
@@ -122,7 +138,7 @@ class GenerationRequest(BaseModel):
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = Field(
         None, description="Prefix pages are shared only under the same salt."
     )
-    priority: int | None = Field(None, description="Lower runs first; default 0.")
+    priority: int | None = _ranged(-_INT32 - 1, _INT32, "Lower runs first; default 0.")
     request_id: Annotated[str, Field(pattern=r"^[A-Za-z0-9._:-]{1,128}$")] | None = None
     user: str | None = None
     speculation: SpeculationOptions | None = None
@@ -132,10 +148,10 @@ class GenerationRequest(BaseModel):
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
-    prompt: Annotated[Prompt, PlainValidator(_check_prompt, json_schema_input_type=Prompt)]
-    best_of: int | None = Field(None, description="1 to 20, at least n, not with stream.")
+    prompt: Annotated[Prompt, PlainValidator(_check_prompt, json_schema_input_type=_PromptSchema)]
+    best_of: int | None = _ranged(1, 20, "At least n; above n not with stream.")
     echo: bool | None = None
-    logprobs: int | None = Field(None, description="0 to 20 alternates; 0 is not null.")
+    logprobs: int | None = _ranged(0, 20, "Alternates; 0 is not null.")
 
 
 class ChatMessage(BaseModel):
@@ -146,15 +162,22 @@ class ChatMessage(BaseModel):
     role: Literal["developer", "system", "user", "assistant"]
     content: str | Annotated[list[TextPart], Field(min_length=1)]
     name: str | None = None
+    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
+    function_call: None = None
+    audio: None = None
+
+
+#: A template is a program that runs once for each of them, on the event loop.
+Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)]
 
 
 class ChatCompletionRequest(GenerationRequest):
     """POST /v1/chat/completions."""
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
-    max_completion_tokens: int | None = Field(None, description="Default: the context's rest.")
+    messages: Messages
+    max_completion_tokens: int | None = _ranged(0, _INT32, "Default: the context's rest.")
     logprobs: bool | None = None
-    top_logprobs: int | None = Field(None, description="0 to 20; needs logprobs.")
+    top_logprobs: int | None = _ranged(0, 20, "Needs logprobs.")
     add_generation_prompt: bool | None = Field(None, description="Default true.")
     continue_final_message: bool | None = None
 
@@ -167,7 +190,7 @@ class TokenizeRequest(BaseModel):
     model: str | None = None
     prompt: str | None = None
     content: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool | None = Field(None, description="Default true, false for messages.")
     add_generation_prompt: bool | None = Field(None, description="Default true.")
     return_token_strs: bool | None = None

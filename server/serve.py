@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import faulthandler
 import logging
 import os
 import signal
@@ -22,26 +23,31 @@ import uvicorn
 
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
-from engine.errors import ConfigurationError, EngineError
+from engine.errors import ConfigurationError, EngineError, EngineUnavailable
 from server.app import create_app
+from server.connection import ConnectionLimits, connection_class
 from server.console import Console
 from server.context import ServerContext
 from server.metrics import Metrics
+from server.middleware import MAX_HEADER_BYTES
 from server.ops import version
-from server.settings import Settings, is_loopback
+from server.settings import Settings
 from server.text import load_tokenizer
+from server.values import is_loopback
 
 EXIT_DEAD = 1
 EXIT_CONFIGURATION = 2
 
 _POLL_SECONDS = 0.1
 _BACKLOG = 2048
-_MAX_HEADER_BYTES = 32 * 1024
 #: Longer than the idle time after which proxies and clients drop a connection themselves, so
 #: that they never send a request into one that is being closed here.
 _KEEP_ALIVE_SECONDS = 75
 #: After the drain every stream has ended; this is for clients that do not take what is left.
 _FLUSH_SECONDS = 5
+#: If even the event loop stands still for so many times `stuck_after_seconds`, a thread of the
+#: interpreter's own ends the process.
+_DEAD_MAN_FACTOR = 2
 
 logger = logging.getLogger("specserve.server")
 
@@ -108,7 +114,12 @@ class _Service:
         self._settings = settings
         self._console = console
         metrics = Metrics(model_name)
-        self._engine = AsyncEngine(config, on_step=metrics.on_step, on_progress=console.say)
+        self._engine = AsyncEngine(
+            config,
+            on_step=metrics.on_step,
+            on_audit=metrics.on_audit,
+            on_progress=console.say,
+        )
         app = create_app(
             self._engine,
             lambda info: load_tokenizer(info.model_path),
@@ -118,16 +129,23 @@ class _Service:
             on_failure=self._failed,
         )
         self._context: ServerContext = app.state.context
+        limits = ConnectionLimits(
+            connections=settings.max_connections,
+            request_seconds=settings.header_seconds,
+            unread_seconds=settings.send_timeout_seconds,
+            metrics=metrics,
+        )
         self._server = _Server(
             uvicorn.Config(
                 app,
+                http=connection_class(limits),
                 lifespan="on",
                 ws="none",
                 log_config=None,
                 access_log=False,
                 server_header=False,
                 backlog=_BACKLOG,
-                h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
+                h11_max_incomplete_event_size=MAX_HEADER_BYTES,
                 timeout_keep_alive=_KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=_FLUSH_SECONDS,
             )
@@ -142,10 +160,11 @@ class _Service:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
-        self._tasks.append(asyncio.create_task(self._watch()))
+        self._tasks += [asyncio.create_task(self._watch()), asyncio.create_task(self._beat())]
         try:
             await self._server.serve(sockets=[listener])
         finally:
+            faulthandler.cancel_dump_traceback_later()
             for task in self._tasks:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -159,16 +178,43 @@ class _Service:
         self._server.should_exit = True
 
     async def _watch(self) -> None:
-        """Says when the server is ready, and ends the process when the engine has died."""
+        """Says when the server is ready, and ends the process when the engine died or hangs."""
         while (status := self._context.status()) == "loading":
             await asyncio.sleep(_POLL_SECONDS)
         if status == "ready":
             self._console.say(banner(self._context, self._url(), self._settings))
-        while self._context.status() != "dead":
+        while (status := self._context.status()) not in ("dead", "stuck"):
             await asyncio.sleep(_POLL_SECONDS)
+        if status == "stuck":
+            await self._abandon()
         logger.error("the engine has died; the server ends, so that it can be started anew")
         self._exit_code = EXIT_DEAD
         self._server.should_exit = True
+
+    async def _abandon(self) -> None:
+        """Ends a process whose engine hangs: nothing can stop that thread, but its clients can
+        be told."""
+        logger.error(
+            "a step has been running for %.0f s (stuck_after_seconds is %g); the server ends, so "
+            "that it can be started anew",
+            self._engine.step_age,
+            self._settings.stuck_after_seconds,
+        )
+        faulthandler.dump_traceback()
+        self._context.interrupt(EngineUnavailable("The engine hangs; the server restarts."))
+        deadline = asyncio.get_running_loop().time() + _FLUSH_SECONDS
+        while self._context.load and asyncio.get_running_loop().time() < deadline:
+            await asyncio.sleep(_POLL_SECONDS)
+        await asyncio.sleep(_POLL_SECONDS)  # the last bytes leave
+        leave_at_once(EXIT_DEAD)
+
+    async def _beat(self) -> None:
+        """Tells the interpreter's watchdog that the event loop still runs."""
+        while True:
+            faulthandler.dump_traceback_later(
+                _DEAD_MAN_FACTOR * self._settings.stuck_after_seconds, exit=True
+            )
+            await asyncio.sleep(min(1.0, self._settings.stuck_after_seconds / 2))
 
     def _on_signal(self, number: signal.Signals) -> None:
         if self._stopping:
@@ -198,7 +244,7 @@ class _Service:
 
 def banner(context: ServerContext, url: str, settings: Settings) -> str:
     """What a person wants to know once the server is ready."""
-    info = context.engine.info
+    info, keys = context.engine.info, context.options.keys
     lines = {
         "model": f"{context.model_name} ({info.dtype} on {info.device}, "
         f"{info.runner} runner, {info.max_model_len} tokens of context)",
@@ -207,9 +253,9 @@ def banner(context: ServerContext, url: str, settings: Settings) -> str:
         "drafter": f"{', '.join(info.drafters)}, up to {info.max_draft} tokens a step"
         if info.drafters and info.max_draft
         else "none",
-        "access": "this machine only"
-        if is_loopback(settings.host)
-        else "open to the network, without keys",
+        "numerics": info.numerics,
+        "access": f"{'this machine only' if is_loopback(settings.host) else 'the network'}, "
+        f"{len(keys)} API key{'s' * (len(keys) != 1)}",
         "URL": f"{url}/v1",
     }
     return "\n".join(

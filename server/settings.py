@@ -7,12 +7,12 @@ defaults of the engine's own settings are the engine's.
 
 from __future__ import annotations
 
-import ipaddress
-import re
-from typing import Annotated, Literal, Self
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal, Self
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from engine.config import (
     CacheConfig,
@@ -22,34 +22,15 @@ from engine.config import (
     SpeculationConfig,
 )
 from server.context import ServerOptions
-
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?b)?", re.IGNORECASE)
-_UNITS = {
-    prefix + unit: factor**power
-    for unit, factor in (("b", 1000), ("ib", 1024))
-    for power, prefix in enumerate(("", "k", "m", "g", "t"))
-}
+from server.keys import read_keys
+from server.values import Count, Secrets, Size, Words, is_loopback
 
 _CACHE, _SCHEDULER, _SPECULATION = CacheConfig(), SchedulerConfig(), SpeculationConfig()
 _OPTIONS = ServerOptions()
 
 
-def parse_size(value: object) -> object:
-    """Bytes of "2GiB" (1024s), "500MB" (1000s) or a plain number; anything else is left alone.
-
-    Raises:
-        ValueError: it is text, but no size.
-    """
-    if not isinstance(value, str):
-        return value
-    match = _SIZE.fullmatch(value.strip())
-    if match is None:
-        raise ValueError(f"{value!r} is no size; write a number of bytes, or such as 2GiB or 500MB")
-    return int(float(match[1]) * _UNITS[(match[2] or "b").lower()])
-
-
-Size = Annotated[int, BeforeValidator(parse_size), Field(ge=1)]
-Count = Annotated[int, Field(ge=1)]
+#: Settings whose values nothing may print.
+SECRETS = frozenset({"api_keys"})
 
 
 class Settings(BaseModel):
@@ -81,11 +62,34 @@ class Settings(BaseModel):
         None, description="most tokens of prompt and completion; default: the model's own limit"
     )
 
-    drafter: Literal["lookup", "none"] = Field(
+    speculation: Literal["auto", "off", "fixed"] = Field(
+        "auto", description="how far to guess ahead; auto: as far as measured times say it pays"
+    )
+    drafter: Literal["lookup", "model", "none"] = Field(
         "lookup", description="who guesses tokens ahead; the output is the same with any"
+    )
+    draft_model: str | None = Field(
+        None, min_length=1, description="smaller model with the same tokenizer, for drafter model"
+    )
+    draft_temperature: float = Field(
+        _SPECULATION.draft_temperature,
+        gt=0,
+        le=4,
+        description="factor on a request's temperature in the draft model",
+    )
+    verification: Literal["auto", "match", "rejection", "block"] = Field(
+        "auto",
+        description="rule for unseeded sampling with a draft model; auto: the one measured best",
     )
     max_draft: int = Field(
         _SPECULATION.max_draft, ge=0, le=64, description="most draft tokens per sequence and step"
+    )
+
+    audit_rate: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="share of greedy answers that are checked without speculation when idle",
     )
 
     kv_cache_memory: Size | None = Field(
@@ -113,8 +117,28 @@ class Settings(BaseModel):
     host: str = Field("127.0.0.1", min_length=1, description="address to listen on")
     port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0: any free one")
     insecure: bool = Field(
-        False, description="allow a host that other machines reach, although nothing asks for keys"
+        False, description="allow a host that other machines reach, without any keys"
     )
+    api_keys: Secrets = Field(
+        (),
+        repr=False,
+        description="keys that callers need, KEY or NAME:KEY, separated by commas; better in "
+        "api_key_file or the environment than in a flag, which other users of this machine see",
+    )
+    api_key_file: str | None = Field(
+        None, min_length=1, description="file of more keys, one KEY or NAME:KEY a line"
+    )
+    open_metrics: bool = Field(False, description="answer /metrics without a key")
+    requests_per_minute: Count | None = Field(
+        None, description="most POST requests of one key, or of all callers without keys (429)"
+    )
+    tokens_per_minute: Count | None = Field(
+        None, description="most prompt and generated tokens of one key, or of all callers (429)"
+    )
+    cors_origins: Words = Field(
+        (), description="web origins whose pages may call, separated by commas; * for any"
+    )
+    log_format: Literal["text", "json"] = Field("text", description="how a line is logged")
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="least severity that is logged"
     )
@@ -132,15 +156,28 @@ class Settings(BaseModel):
         _OPTIONS.send_timeout_seconds, gt=0, description="patience with a client that takes nothing"
     )
     stuck_after_seconds: float = Field(
-        _OPTIONS.stuck_after_seconds, gt=0, description="age of a step at which /livez fails"
+        _OPTIONS.stuck_after_seconds, gt=0, description="age of a step that is taken for a hang"
+    )
+    max_connections: Count = Field(1024, description="open at once; more are refused (503)")
+    header_seconds: float = Field(30.0, gt=0, description="time for a request's headers to arrive")
+    body_seconds: float = Field(
+        _OPTIONS.body_seconds, gt=0, description="time for a request's body to arrive (408)"
+    )
+    max_queue_seconds: float = Field(
+        _OPTIONS.queue_seconds, ge=0, description="longest wait for a first token (503); 0: none"
+    )
+    max_generation_seconds: float = Field(
+        _OPTIONS.generation_seconds, ge=0, description="longest answer (error 504); 0: no limit"
     )
 
     @model_validator(mode="after")
     def _check_exposure(self) -> Self:
-        if not self.insecure and not is_loopback(self.host):
+        keyed = bool(self.api_keys or self.api_key_file)
+        if not keyed and not self.insecure and not is_loopback(self.host):
             raise ValueError(
                 f"host is {self.host}, which other machines reach, and nothing asks them for a "
-                "key; use 127.0.0.1 behind a proxy, or say insecure (--insecure) if you mean it"
+                "key; set api_key_file, use 127.0.0.1 behind a proxy, or say insecure "
+                "(--insecure) if you mean it"
             )
         return self
 
@@ -148,19 +185,21 @@ class Settings(BaseModel):
         """What the engine needs to know.
 
         Args:
-            model_path: the local directory that `model` was resolved to.
+            model_path: the local directory that `model` was resolved to; `draft_model` must be
+                one already.
 
         Raises:
             ConfigurationError: two values do not fit together.
         """
+        model = ModelConfig(
+            path=model_path,
+            dtype=self.dtype,
+            device=self.device,
+            max_model_len=self.max_model_len,
+            runner=self.runner,
+        )
         return EngineConfig(
-            model=ModelConfig(
-                path=model_path,
-                dtype=self.dtype,
-                device=self.device,
-                max_model_len=self.max_model_len,
-                runner=self.runner,
-            ),
+            model=model,
             cache=CacheConfig(
                 page_size=self.page_size,
                 memory_bytes=self.kv_cache_memory,
@@ -173,13 +212,36 @@ class Settings(BaseModel):
                 max_waiting_sequences=self.max_waiting_sequences,
                 max_waiting_tokens=self.max_waiting_tokens,
             ),
-            speculation=SpeculationConfig(drafter=self.drafter, max_draft=self.max_draft),
+            speculation=SpeculationConfig(
+                mode=self.speculation,
+                drafter=self.drafter,
+                max_draft=self.max_draft,
+                draft_model=None
+                if self.draft_model is None
+                else replace(model, path=self.draft_model, max_model_len=None),
+                draft_temperature=self.draft_temperature,
+                verification=self.verification,
+            ),
             threads=self.threads,
+            audit_rate=self.audit_rate,
         )
 
     def server_options(self) -> ServerOptions:
-        """What the HTTP layer needs to know."""
+        """What the HTTP layer needs to know.
+
+        Raises:
+            ConfigurationError: the keys cannot be read, or one of them is no good.
+        """
+        entries = [key.get_secret_value() for key in self.api_keys]
         return ServerOptions(
+            keys=read_keys(entries, Path(self.api_key_file) if self.api_key_file else None),
+            open_metrics=self.open_metrics,
+            requests_per_minute=self.requests_per_minute,
+            tokens_per_minute=self.tokens_per_minute,
+            cors_origins=self.cors_origins,
+            body_seconds=self.body_seconds,
+            queue_seconds=self.max_queue_seconds,
+            generation_seconds=self.max_generation_seconds,
             max_body_bytes=self.max_body,
             default_max_tokens=self.default_max_tokens,
             ping_seconds=self.ping_seconds,
@@ -189,17 +251,11 @@ class Settings(BaseModel):
         )
 
     def to_yaml(self) -> str:
-        """The settings as a commented YAML file, which `--config` reads back."""
+        """The settings as a commented YAML file, which `--config` reads back; without keys."""
         parts = []
         for name, field in type(self).model_fields.items():
-            line = yaml.safe_dump({name: getattr(self, name)}, allow_unicode=True).rstrip()
-            parts.append(f"# {field.description}\n{line}\n")
+            value = [] if name in SECRETS else getattr(self, name)
+            line = yaml.safe_dump({name: value}, allow_unicode=True, width=1000).rstrip()
+            hidden = " (not shown)" if value != getattr(self, name) and self.api_keys else ""
+            parts.append(f"# {field.description}{hidden}\n{line}\n")
         return "\n".join(parts)
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine reaches `host`; a name other than localhost counts as open."""
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"

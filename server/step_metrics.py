@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
-from prometheus_client.core import HistogramMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
-from engine.types import EngineInfo, StepStats
+from engine.types import EngineInfo, SpeculationReport, StepStats
 
 _STEP_SECONDS = (0.0001, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
 _STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -84,6 +89,69 @@ class TokensPerStep(Collector):
         yield family
 
 
+class SpeculationCollector(Collector):
+    """The measured speed-up and why rows were not speculated, from the engine's last report.
+
+    The two counters divide over any window; the gauge has no sample while it is unknown.
+    """
+
+    def __init__(self, model_name: str) -> None:
+        self._model_name = model_name
+        self.last = SpeculationReport()
+
+    def collect(self) -> Iterator[Metric]:
+        report, prefix = self.last, "specserve_spec"
+        yield self._counter(
+            f"{prefix}_plain_equivalent_seconds",
+            "Seconds plain decoding would have taken for the same tokens, measured live.",
+            {"": report.equal_seconds},
+        )
+        yield self._counter(
+            f"{prefix}_decode_seconds", "Seconds the same steps took.", {"": report.decode_seconds}
+        )
+        yield self._counter(
+            f"{prefix}_unmeasured_seconds",
+            "Seconds of steps before any plain step was seen; in neither of the two sums.",
+            {"": report.unknown_seconds},
+        )
+        yield self._counter(
+            f"{prefix}_wasted_tokens",
+            "Draft tokens that were checked for nothing.",
+            {"": report.wasted_tokens},
+        )
+        yield self._counter(
+            f"{prefix}_rows_off",
+            "Rows that decoded without a draft, by reason.",
+            dict(report.rows_off),
+            "reason",
+        )
+        yield from self._gauges(report)
+
+    def _gauges(self, report: SpeculationReport) -> Iterator[Metric]:
+        speedup = GaugeMetricFamily(
+            "specserve_spec_speedup_ratio",
+            "Wall-clock speed-up over the last few thousand steps, with a 95 % range.",
+            labels=[_MODEL, "bound", "basis"],
+        )
+        bounds = {
+            "estimate": report.speedup,
+            "low": report.speedup_low,
+            "high": report.speedup_high,
+        }
+        for bound, value in bounds.items():
+            if value is not None:
+                speedup.add_metric([self._model_name, bound, report.basis], value)
+        yield speedup
+
+    def _counter(
+        self, name: str, text: str, values: Mapping[str, float], label: str | None = None
+    ) -> Metric:
+        family = CounterMetricFamily(name, text, labels=[_MODEL, *([label] if label else [])])
+        for key, value in values.items():
+            family.add_metric([self._model_name, *([key] if label else [])], value)
+        return family
+
+
 class StepMetrics:
     """Turns `StepStats` into metrics.
 
@@ -125,8 +193,16 @@ class StepMetrics:
             [_MODEL, "method", "max_draft"],
             registry=make.registry,
         )
+        self._invariant = Gauge(
+            "specserve_row_invariant",
+            "1 if logits do not depend on who shares the pass, 0 if they do (self-test at start).",
+            [_MODEL],
+            registry=make.registry,
+        )
         self._tokens_per_step = TokensPerStep(make.model_name)
         make.registry.register(self._tokens_per_step)
+        self._speculation = SpeculationCollector(make.model_name)
+        make.registry.register(self._speculation)
 
     def _times(self, make: Instruments) -> None:
         histogram = make.histogram
@@ -146,6 +222,7 @@ class StepMetrics:
     def on_step(self, stats: StepStats) -> None:
         """Counts one engine step; called on the event loop, so it must be quick."""
         self._last = stats
+        self._speculation.last = stats.speculation
         self._queries.inc(stats.prefix_query_tokens)
         self._hits.inc(stats.prefix_hit_tokens)
         self._preemptions.inc(stats.preemptions)
@@ -183,3 +260,5 @@ class StepMetrics:
         self._cache_info.labels(name, str(info.page_size), str(info.num_pages)).set(1)
         for drafter in info.drafters:
             self._method_info.labels(name, drafter, str(info.max_draft)).set(1)
+        if info.row_invariant is not None:
+            self._invariant.labels(name).set(info.row_invariant)

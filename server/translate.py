@@ -29,7 +29,7 @@ from server.lengths import Count, max_tokens, truncated
 from server.schemas import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from server.text import TextCodec
 
-_TOKEN_KEY = re.compile(r"[0-9]{1,10}")
+_TOKEN_KEY = re.compile(r"0|[1-9][0-9]{0,9}")  # one spelling, so that no id comes twice
 
 
 async def completion_job(context: ServerContext, codec: TextCodec, body: CompletionRequest) -> Job:
@@ -95,6 +95,12 @@ async def chat_job(context: ServerContext, codec: TextCodec, body: ChatCompletio
     )
     check_choices(options, samples, 1)
     continued = bool(body.continue_final_message)
+    if continued and body.add_generation_prompt:
+        raise ApiError(
+            400,
+            "continue_final_message and add_generation_prompt exclude each other.",
+            param="continue_final_message",
+        )
     text = codec.render_chat(
         plain_messages(body.messages),
         add_generation_prompt=body.add_generation_prompt is not False and not continued,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from engine.types import SequenceStats
@@ -47,6 +48,29 @@ def speculation(generation: Generation) -> dict[str, Any]:
         "target_passes": passes,
         "tokens_per_pass": round(tokens / passes, 4) if passes else None,
     }
+
+
+def summary(generation: Generation) -> dict[str, Any]:
+    """What one line of a log says of a request: numbers and fixed words only. Times are
+    seconds; None = never happened."""
+    spent, stats = usage(generation), _stats(generation)
+    arrival = generation.job.requests[0].arrival
+    starts = [entry.first_scheduled for entry in stats if entry.first_scheduled is not None]
+    ends = Counter(choice.finish_reason or "unfinished" for choice in generation.choices)
+    return {
+        "prompt_tokens": spent["prompt_tokens"],
+        "cached_tokens": spent["prompt_tokens_details"]["cached_tokens"],
+        "generated_tokens": spent["completion_tokens"],
+        "finish_reasons": dict(ends),
+        "queue_seconds": _since(arrival, min(starts, default=None)),
+        "ttft_seconds": _since(arrival, generation.first_token),
+        **speculation(generation),
+        "error": generation.error,
+    }
+
+
+def _since(start: float, instant: float | None) -> float | None:
+    return None if instant is None else round(instant - start, 6)
 
 
 def _stats(generation: Generation) -> list[SequenceStats]:

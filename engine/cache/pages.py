@@ -25,6 +25,9 @@ from dataclasses import dataclass, field
 #: Index of the target model's store; draft models follow.
 TARGET = 0
 
+#: Salt of sequences that share no page with anybody, and leave none behind for reuse.
+PRIVATE = "\0private"
+
 
 @dataclass(slots=True)
 class PageTable:
@@ -41,10 +44,10 @@ class PageTable:
 
     salt: str
     num_stores: int = 1
-    pages: list[int] = field(default_factory=list)
+    pages: list[int] = field(init=False)
     num_cached: list[int] = field(init=False)
     complete: list[int] = field(init=False)
-    hashes: list[bytes] = field(default_factory=list)
+    hashes: list[bytes] = field(init=False)
 
     def __post_init__(self) -> None:
         self.clear()
@@ -124,7 +127,7 @@ class PagePool:
         """
         if table.pages:
             raise ValueError("match_prefix needs an empty table")
-        if not self.prefix_reuse:
+        if not self._shares(table):
             return 0
         parent = _root(table.salt)
         for start in range(0, (len(tokens) - 1) // self.page_size * self.page_size, self.page_size):
@@ -166,7 +169,7 @@ class PagePool:
             full = min(table.num_cached[store], len(tokens)) // self.page_size
             for i in range(table.complete[store], full):
                 self._filled[table.pages[i]] |= 1 << store
-                if store == TARGET and self.prefix_reuse:
+                if store == TARGET and self._shares(table):
                     self._publish(table, i, tokens)
             table.complete[store] = full
 
@@ -211,6 +214,9 @@ class PagePool:
         assert len(self._index) == sum(h is not None for h in self._hash), "index has orphans"
 
     # -- inside --------------------------------------------------------------------------
+
+    def _shares(self, table: PageTable) -> bool:
+        return self.prefix_reuse and table.salt != PRIVATE
 
     def _publish(self, table: PageTable, i: int, tokens: Sequence[int]) -> None:
         """Enters page `i` of `table` into the index unless an equal page is there already."""

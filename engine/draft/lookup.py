@@ -17,6 +17,9 @@ if TYPE_CHECKING:
 #: Shortest repeated suffix, in tokens, that is worth a guess.
 MIN_MATCH = 2
 
+#: Buckets of match length: 2, 3, 4-5, 6-9, 10 and more; one further for predictions.
+_BUCKETS = 5
+
 
 @dataclass(slots=True)
 class _Memory:
@@ -66,20 +69,38 @@ class LookupDrafter:
         """See `Drafter.release`."""
         self._memories.pop(sequence, None)
 
+    def outlook(self, sequence: Sequence) -> int | None:
+        """How promising a draft would be: a bucket that grows with the length of the match, or
+        None where there is nothing to offer. A followed prediction is the best of all."""
+        memory = self._catch_up(sequence)
+        if memory.cursor is not None and memory.cursor.draft(1):
+            return _BUCKETS
+        length = memory.automaton.match_length
+        if length < self.min_match:
+            return None
+        return min(_BUCKETS - 1, (length - self.min_match).bit_length())
+
     def _draft(self, sequence: Sequence, length: int) -> list[int]:
         if length == 0:
             return []
+        memory = self._catch_up(sequence)
+        if memory.cursor is not None:
+            draft = memory.cursor.draft(length)
+            memory.predicted = bool(draft)
+            if draft:
+                return draft
+        return memory.automaton.draft(length, self.min_match)
+
+    def _catch_up(self, sequence: Sequence) -> _Memory:
+        """Reads the committed tokens it has not seen."""
         memory = self._memories.get(sequence)
         if memory is None:
             memory = self._memories[sequence] = _Memory()
             if sequence.request.speculation.prediction:
                 memory.cursor = PredictionCursor(sequence.request.speculation.prediction)
         known = memory.automaton.num_tokens
-        memory.automaton.extend(sequence.tokens[known:])
-        if memory.cursor is not None:
-            memory.cursor.follow(sequence.tokens[max(known, sequence.prompt_length) :])
-            draft = memory.cursor.draft(length)
-            memory.predicted = bool(draft)
-            if draft:
-                return draft
-        return memory.automaton.draft(length, self.min_match)
+        if known < len(sequence.tokens):
+            memory.automaton.extend(sequence.tokens[known:])
+            if memory.cursor is not None:
+                memory.cursor.follow(sequence.tokens[max(known, sequence.prompt_length) :])
+        return memory

@@ -191,4 +191,7 @@ class ModelDrafter:
             seed=sequence.seed,
             choice=sequence.choice,
             eos_token_ids=self._eos_token_ids,
+            # Block verification looks at drafts that a later step draws anew, so their noise
+            # must not be what they were drawn with before.
+            step=0 if sequence.verification == "match" else sequence.target_passes,
         )

@@ -249,9 +249,8 @@ class NativeRunner:
             table_width=batch.page_tables.shape[1],
             page_size=batch.page_size,
         )
-        for name in ("input_ids", "positions", "slots", "logit_rows"):
-            setattr(step, name, getattr(batch, name).data_ptr())
-        for name in ("query_starts", "context_lengths", "page_tables"):
+        tokens = ("input_ids", "positions", "slots", "logit_rows")
+        for name in (*tokens, "query_starts", "context_lengths", "page_tables"):
             setattr(step, name, getattr(batch, name).data_ptr())
         for name in ("residual", "normed", "qkv", "gated", "logits"):
             setattr(step, name, getattr(self, f"_{name}").data_ptr())

@@ -84,7 +84,7 @@ def race(
     Args:
         processed: [R, V] log weights up to a constant per row; -inf outside the support. Each
             row must have at least one finite entry and no NaN.
-        rows: R rows; only seed, choice and position matter here.
+        rows: R rows; only seed, choice, position and step matter here.
         purpose: what the tokens are for.
 
     Returns:
@@ -92,7 +92,7 @@ def race(
     """
     chosen = []
     for log_weights, row in zip(processed, rows, strict=True):
-        key = noise_key(row.seed, row.choice, row.position, purpose)
+        key = noise_key(row.seed, row.choice, row.position, purpose, row.step)
         inside = log_weights.isfinite()
         if bool(inside.all()):
             chosen.append(race_row(key, None, log_weights))

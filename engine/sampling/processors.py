@@ -86,7 +86,7 @@ def select_tokens(
             if row.params.greedy:
                 chosen[i] = int(log_weights.argmax())
             else:
-                key = noise_key(row.seed, row.choice, row.position, purpose)
+                key = noise_key(row.seed, row.choice, row.position, purpose, row.step)
                 chosen[i] = race_row(key, ids, log_weights)
     return [chosen[i] for i in range(len(rows))]
 

@@ -21,6 +21,8 @@ class SamplingRow:
         seed: 64 bits that key the request's noise.
         choice: which of the request's n choices this is.
         eos_token_ids: tokens that end a text of this model.
+        step: which of the sequence's steps this is, for draws whose noise must not come again
+            when a later step draws the same position anew; 0 for all others.
     """
 
     params: SamplingParams
@@ -30,3 +32,4 @@ class SamplingRow:
     seed: int
     choice: int
     eos_token_ids: frozenset[int]
+    step: int = 0

@@ -32,6 +32,13 @@ class Outcome:
     token: int
 
 
+class Rows(Protocol):
+    """The target's distribution p [V] after each number of draft tokens: a tensor [k + 1, V], or
+    something that computes a row when it is asked for."""
+
+    def __getitem__(self, depth: int, /) -> Tensor: ...
+
+
 class Chance(Protocol):
     """Where a rule gets its randomness; a test may walk all branches instead."""
 
@@ -101,32 +108,33 @@ def match(target_tokens: Sequence[int], draft: Sequence[int]) -> int:
     return len(draft)
 
 
-def rejection(target: Tensor, draft: Sequence[int], proposal: Tensor, chance: Chance) -> Outcome:
+def rejection(target: Rows, draft: Sequence[int], proposal: Tensor, chance: Chance) -> Outcome:
     """Speculative sampling: accept with probability min(1, p / q), else correct and stop.
 
     Args:
-        target: [k + 1, V] probabilities p; row i follows the first i draft tokens.
+        target: k + 1 rows of probabilities p; row i follows the first i draft tokens. None is
+            looked at beyond the first rejection.
         draft: k tokens; token i was drawn from proposal[i], whether or not to draft it was
             decided without knowing it.
         proposal: [k, V] probabilities q, exactly those the drafts were drawn from.
         chance: independent of the noise the drafts were drawn with.
     """
     for depth, token in enumerate(draft):
-        p, q = float(target[depth, token]), float(proposal[depth, token])
+        p, q = float(target[depth][token]), float(proposal[depth, token])
         if not chance.accepts(depth, p, q):
             residual = _residual(1.0, target[depth], proposal[depth])
             return Outcome(depth, chance.draw(depth, residual, Purpose.RESIDUAL))
     return Outcome(len(draft), chance.draw(len(draft), target[len(draft)], Purpose.BONUS))
 
 
-def block(target: Tensor, draft: Sequence[int], proposal: Tensor, chance: Chance) -> Outcome:
+def block(target: Rows, draft: Sequence[int], proposal: Tensor, chance: Chance) -> Outcome:
     """Block verification: the draft is judged as a whole, the last success counts.
 
     Arguments as of `rejection`; `chance` must be new in every step (see `KeyedChance`).
     """
     accepted, kept, carry = 0, 1.0, 1.0
     for depth, token in enumerate(draft):
-        p, q = float(target[depth, token]), float(proposal[depth, token])
+        p, q = float(target[depth][token]), float(proposal[depth, token])
         carry = min(1.0, carry * p / q) if q > 0.0 else 0.0
         if carry == 0.0:
             break  # nothing beyond an impossible token can be kept

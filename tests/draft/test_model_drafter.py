@@ -29,7 +29,9 @@ def engine(draft: LoadedModel | None, target: LoadedModel | None = None, **cache
         model=ModelConfig("tiny"),
         cache=CacheConfig(**{"page_size": 4, "num_pages": 400, **cache}),  # type: ignore[arg-type]
         scheduler=SchedulerConfig(max_batch_tokens=64, max_sequences=8),
-        speculation=SpeculationConfig(drafter="model" if draft else "none", max_draft=4),
+        speculation=SpeculationConfig(
+            mode="fixed", drafter="model" if draft else "none", max_draft=4
+        ),
     )
     return assemble(config, target or load("llama"), draft)
 

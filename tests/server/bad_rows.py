@@ -90,6 +90,11 @@ BAD_FIELDS: list[tuple[dict[str, Any], str]] = [
         ("use_beam_search", True), ("length_penalty", 0.5), ("prompt_embeds", "gASVAAAA"),
         ("custom_logit_processor", "x"), ("logits_processors", ["x"]),
         ("repetition_detection", {}), ("thinking_token_budget", 5), ("chat_template", "{{ x }}"),
+        ("chat_template_kwargs", {"tokenize": True}), ("structured_outputs", {"regex": "[.*"}),
+        ("structured_outputs", {"grammar": ""}), ("structured_outputs", {}),
+        ("response_format", {}), ("response_format", {"type": "json_schema", "json_schema": {}}),
+        ("tools", [{"function": {"parameters": {"pattern": "(a+)+$", "type": "x"}}}]),
+        ("guided_choice", []), ("logprob_token_ids", [5]), ("functions", [{}]), ("audio", {}),
     )),
 ]  # fmt: skip
 
@@ -124,5 +129,6 @@ BAD_BODIES: list[tuple[bytes, str]] = [
     (b"[" * 20_000, "deep"),
     (b'{"a":' * 20_000, "deep"),
     (b'{"prompt": "x", "a": ' + b"[" * 20_000 + b"]" * 20_000 + b"}", "deep"),
+    (b'{"prompt": "x", "response_format": ' + b'{"a":' * 5000 + b"1" + b"}" * 5001, "deep"),
     (b'{"prompt": ' + b"[" * 20_000 + b"]" * 20_000 + b"}", "deep"),
 ]

@@ -274,9 +274,10 @@ def choice(app: FastAPI, **body: Any) -> dict[str, Any]:
 
 
 @contextlib.contextmanager
-def serving(app: FastAPI) -> Iterator[str]:
+def serving(app: FastAPI, **config_changes: Any) -> Iterator[str]:
     """A real server on a free port; yields its base URL."""
-    config = uvicorn.Config(app, host="127.0.0.1", port=0, log_level="critical", ws="none")
+    quiet = {"host": "127.0.0.1", "port": 0, "log_level": "critical", "ws": "none"}
+    config = uvicorn.Config(app, **{**quiet, **config_changes})
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

@@ -110,7 +110,7 @@ def test_json_with_a_charset_is_fine(bench: Bench) -> None:
         {"bad_words": []},
         {"cache_salt": "é"},
         {"prediction": {"type": "content", "content": ""}},
-        {"prediction": {"type": "content", "content": "x " * 50_000}, "n": 8},
+        {"prediction": {"type": "content", "content": "x " * 50_000}, "n": 128},
         {"speculation": {}},
         {"speculation": {"enabled": False, "drafter": "none", "max_draft": 0}},
         {"speculation": {"enabled": None, "drafter": None, "max_draft": None}},

@@ -9,7 +9,8 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.server.support import MODEL, FakeEngine, ids, make_app, make_info, serving, wait_until
+from tests.server.disconnecting import ENDLESS, slow_engine
+from tests.server.support import MODEL, FakeEngine, make_app, serving, wait_until
 
 
 def raw_request(url: str, body: dict[str, Any], *, cut: int = 0) -> socket.socket:
@@ -23,16 +24,6 @@ def raw_request(url: str, body: dict[str, Any], *, cut: int = 0) -> socket.socke
     connection = socket.create_connection((host, int(port)), timeout=10)
     connection.sendall((head.encode() + payload)[: len(head) + len(payload) - cut])
     return connection
-
-
-def slow_engine() -> FakeEngine:
-    fox = ids("fox ")
-    return FakeEngine(
-        lambda _request, _choice: fox * 100_000, delay=0.01, info=make_info(max_model_len=10**6)
-    )
-
-
-ENDLESS = {"prompt": "x", "max_tokens": 100_000, "ignore_eos": True}
 
 
 @pytest.mark.parametrize("fields", [{}, {"n": 3}, {"prompt": ["a", "b"]}])

@@ -52,6 +52,12 @@ def test_a_huge_body_is_refused_early_on_the_wire(declared: bool) -> None:
         assert httpx.get(url + "/health").status_code == 200
 
 
+def test_a_prediction_of_ten_megabytes_is_too_large(bench: Bench) -> None:
+    prediction = {"type": "content", "content": "x" * 10_000_000}
+    assert_envelope(complete(bench.app, prediction=prediction), 413)
+    bench.check_health()
+
+
 def test_bodies_below_the_parsing_thread_limit_and_above_it_agree(bench: Bench) -> None:
     padded = complete(bench.app, **NORMAL, user="x" * 500_000).json()["choices"][0]
     assert padded == bench.expected

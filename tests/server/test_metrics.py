@@ -8,6 +8,7 @@ from typing import Any
 import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
+from engine.errors import CorruptedLogits, RequestFailed
 from engine.types import StepStats
 from server.app import create_app
 from server.metrics import Metrics
@@ -154,3 +155,16 @@ def test_what_is_in_flight_bounds_the_gauges() -> None:
         assert f'vllm:num_requests_waiting{{model_name="{MODEL}"}} 1.0' in text
         assert f'vllm:kv_cache_usage_perc{{model_name="{MODEL}"}} 0.25' in text
         thread.join()
+
+
+def test_corrupted_requests_are_counted_apart_from_other_failures() -> None:
+    engine = FakeEngine()
+    app = make_app(engine)
+    engine.fail_after = 1
+    for failure in (CorruptedLogits("not finite"), RequestFailed("something else")):
+        engine.failure = failure
+        assert complete(app).status_code == 500
+    seen = samples(app)
+    assert seen["vllm:corrupted_requests_total",] == 1
+    assert seen["vllm:request_success_total", "error"] == 2
+    assert seen["http_requests_total", "/v1/completions", "POST", "500"] == 2

@@ -12,7 +12,8 @@ from engine.errors import ConfigurationError
 from server.cli import make_parser
 from server.configure import flag_of, load_settings
 from server.context import ServerOptions
-from server.settings import Settings, is_loopback, parse_size
+from server.settings import Settings
+from server.values import is_loopback, parse_size
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 

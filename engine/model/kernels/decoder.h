@@ -2,6 +2,9 @@
 #pragma once
 
 #include <omp.h>
+#include <sched.h>
+
+#include <atomic>
 
 #include "attention.h"
 #include "matmul.h"
@@ -42,6 +45,40 @@ struct Step {
 };
 
 namespace {
+
+// Where the threads of a pass wait for each other, hundreds of times per step. OpenMP's own
+// barrier spins for milliseconds: on a busy machine the spinning thread then keeps the core from
+// the very thread it waits for. This one spins for some microseconds and then gives way.
+class Barrier {
+ public:
+  void wait() {
+    const int phase = phase_.load(std::memory_order_acquire);
+    if (arrived_.fetch_add(1, std::memory_order_acq_rel) == omp_get_num_threads() - 1) {
+      arrived_.store(0, std::memory_order_relaxed);
+      next_task_.store(0, std::memory_order_relaxed);
+      phase_.store(phase + 1, std::memory_order_release);
+      return;
+    }
+    for (int spins = 0; phase_.load(std::memory_order_acquire) == phase; ++spins) {
+      if (spins < kSpins) relax();
+      else sched_yield();
+    }
+  }
+
+  // The next of a phase's tasks, which threads take in turn.
+  int next_task() { return next_task_.fetch_add(1, std::memory_order_relaxed); }
+
+ private:
+  static constexpr int kSpins = 2000;
+  static void relax() {
+#if defined(__x86_64__)
+    __builtin_ia32_pause();
+#endif
+  }
+  alignas(64) std::atomic<int> arrived_{0};
+  alignas(64) std::atomic<int> phase_{0};
+  alignas(64) std::atomic<int> next_task_{0};
+};
 
 // An even share of [0, count) for this thread.
 struct Share {
@@ -103,6 +140,7 @@ struct Forward {
   typedef typename T::Element Element;
   const Decoder& m;
   const Step& s;
+  Barrier& barrier;
   const int padded_qkv = num_blocks((m.heads + 2 * m.groups) * m.head_size) * kBlockOutputs;
   Element* const normed = static_cast<Element*>(s.normed);
   Element* const gated = static_cast<Element*>(s.gated);
@@ -111,7 +149,7 @@ struct Forward {
     const Share share(s.rows);
     for (int t = share.begin; t < share.end; ++t)
       rms_norm<T>(normed + int64_t(t) * m.hidden, s.residual + int64_t(t) * m.hidden, weight, m.hidden, m.epsilon);
-#pragma omp barrier
+    barrier.wait();
   }
 
   void embed() const {
@@ -119,7 +157,7 @@ struct Forward {
     for (int t = share.begin; t < share.end; ++t)
       widen_row<T>(s.residual + int64_t(t) * m.hidden,
                    static_cast<const Element*>(m.embedding) + s.input_ids[t] * m.hidden, m.hidden);
-#pragma omp barrier
+    barrier.wait();
   }
 
   void project_qkv(const Layer& layer) const {
@@ -131,7 +169,7 @@ struct Forward {
                     store(to + i * kLanes, layer.qkv_bias
                               ? sums[i] + load(layer.qkv_bias + block * kBlockOutputs + i * kLanes) : sums[i]);
                 });
-#pragma omp barrier
+    barrier.wait();
   }
 
   // Rotates queries and keys; writes keys and values into the cache.
@@ -152,7 +190,7 @@ struct Forward {
         narrow_row<T>(static_cast<Element*>(layer.value_cache) + to, value, size);
       }
     }
-#pragma omp barrier
+    barrier.wait();
   }
 
   void attend_all(const Layer& layer, Attention a, const std::vector<Tile>& tiles, Scratch<T>& scratch) const {
@@ -160,8 +198,9 @@ struct Forward {
     a.value_cache = layer.value_cache;
     a.window = layer.window;
     const int tasks = int(tiles.size()) * m.groups;
-#pragma omp for schedule(dynamic)
-    for (int i = 0; i < tasks; ++i) attend<T, Float32>(a, scratch, tiles[i / m.groups], i % m.groups);
+    for (int i = barrier.next_task(); i < tasks; i = barrier.next_task())
+      attend<T, Float32>(a, scratch, tiles[i / m.groups], i % m.groups);
+    barrier.wait();
   }
 
   // residual += x W^T + bias
@@ -176,7 +215,7 @@ struct Forward {
                     add(to + i * kLanes, sum, width - i * kLanes);
                   }
                 });
-#pragma omp barrier
+    barrier.wait();
   }
 
   // gated = silu(x W_gate^T) * (x W_up^T): a block holds 16 outputs of each
@@ -195,14 +234,14 @@ struct Forward {
                   if (width >= kLanes) T::narrow(to, product);
                   else for (int i = 0; i < width; ++i) to[i] = T::narrow(product[i]);
                 });
-#pragma omp barrier
+    barrier.wait();
   }
 
   void compute_logits() const {
     const Share rows(s.num_logits);
     for (int r = rows.begin; r < rows.end; ++r)
       rms_norm<T>(normed + int64_t(r) * m.hidden, s.residual + s.logit_rows[r] * m.hidden, m.final_norm, m.hidden, m.epsilon);
-#pragma omp barrier
+    barrier.wait();
     const Share share(num_blocks(m.vocab));
     multiply<W>(normed, s.num_logits, m.hidden, static_cast<const Element*>(m.head), share.begin, share.end,
                 [&](int row, int block, const Vec* sums) {

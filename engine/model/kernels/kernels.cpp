@@ -52,6 +52,7 @@ extern "C" void specserve_paged_attention(const Arguments* call) {
 
 // One pass of a whole decoder.
 extern "C" void specserve_decode(const Decoder* decoder, const Step* step) {
-  if (decoder->bfloat16) Forward<BFloat16, Weights16>{*decoder, *step}.run();
-  else Forward<Float32, Weights32>{*decoder, *step}.run();
+  Barrier barrier;
+  if (decoder->bfloat16) Forward<BFloat16, Weights16>{*decoder, *step, barrier}.run();
+  else Forward<Float32, Weights32>{*decoder, *step, barrier}.run();
 }

@@ -1,0 +1,1 @@
+"""Benchmarks of the engine on real weights; nothing here is a test."""

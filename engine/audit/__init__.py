@@ -1,0 +1,1 @@
+"""Does speculation change what is said? Checked on demand and, while idle, online."""

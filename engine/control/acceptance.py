@@ -1,0 +1,279 @@
+"""How likely the next draft tokens are to be accepted, and to be offered at all.
+
+For every sequence, drafter, bucket and depth there are discounted counts of accepted and
+refused draft tokens. Depths after the first refusal were never judged and count neither way
+(the data are censored); a draft that is cut by the end of the sequence refuses nothing.
+
+Counts of one sequence are few, so they are shrunk to what is expected of it: the mean of all
+sequences at that drafter, bucket and depth, shifted by how much better or worse this sequence
+has lately done than that mean, at whatever depth. How much of the resulting difference from
+the mean to believe is itself learnt, by regressing outcomes on it: where all sequences are
+alike, their estimates differ by chance only, and planning would prefer the lucky ones. When
+outcomes contradict an estimate in a row (code gave way to prose), the evidence from before is
+dropped.
+
+A *bucket* is what a drafter knows before it drafts, such as the length of the match it would
+continue; drafters that know nothing always use bucket 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import groupby
+
+import numpy as np
+
+from engine.control.means import NUM_BUCKETS, Floats, Ints, Means, longer
+from engine.sequence import Sequence
+
+_DISCOUNT = 0.97  # of a sequence's evidence, per judged token
+_LEVEL_DISCOUNT = 0.9  # of how the sequence does against the mean, per draft
+_OFFER_DISCOUNT = 0.95
+
+_STRENGTH = 6.0  # judged tokens that the expectation is worth
+_LEVEL_STRENGTH = 4.0
+_OFFER_STRENGTH = 2.0
+
+#: A sequence's first drafts shape the mean most, so that no long request owns it.
+_NOVELTY = 8.0
+
+#: Change detection (cumulative sum of surprise at depth 1): what is forgiven each time, and
+#: the sum at which the past is dropped.
+_FORGIVEN = 0.15
+_ALARM = 2.5
+_KEPT = 0.1
+
+#: Steps that are noted before they are worked in, at the latest.
+_MOST_NOTED = 16
+
+
+@dataclass(frozen=True, slots=True)
+class Outcomes:
+    """What became of the drafts of one step; lists with one entry per sequence.
+
+    Attributes:
+        slots, buckets: that the estimates came from; no slot twice.
+        expected: the acceptance at depth 1 that was estimated.
+        allowed: draft tokens asked for; 0 = none, and nothing is learnt.
+        drafted: draft tokens judged.
+        accepted: of these.
+        refused: whether the token after the accepted ones was refused (not cut off).
+    """
+
+    slots: list[int]
+    buckets: list[int]
+    expected: list[float]
+    allowed: list[int]
+    drafted: list[int]
+    accepted: list[int]
+    refused: list[bool]
+
+
+class AcceptanceModel:
+    """Acceptance by (sequence, drafter, bucket, depth).
+
+    Memory is bounded by the sequences that are alive at once: `release` frees a slot.
+    Outcomes are noted and worked in when an estimate is asked for, many at a time.
+
+    Args:
+        depth: longest draft.
+
+    Attributes:
+        outcomes: drafts learnt from.
+    """
+
+    def __init__(self, depth: int) -> None:
+        self.depth = max(1, depth)
+        self._depths = np.arange(self.depth)
+        self.outcomes = 0
+        self._noted: list[Outcomes] = []
+        self._slots: dict[Sequence, dict[str, int]] = {}
+        self._free: list[int] = []
+        # By slot, pairs of sums: (accepted, refused), (outcome minus mean, judged),
+        # (offered, asked), (surprise upwards, downwards).
+        self._counts = np.zeros((0, NUM_BUCKETS, 2, self.depth))
+        self._level = np.zeros((0, 2))
+        self._offer = np.zeros((0, 2, self.depth))
+        self._surprise = np.zeros((0, 2))
+        self._drafts = np.zeros(0)
+        self._drafter = np.zeros(0, dtype=np.int64)
+        self._resize(8)
+        self._means = Means(self.depth)
+
+    @property
+    def num_slots(self) -> int:
+        """Slots in use."""
+        return sum(map(len, self._slots.values()))
+
+    def slot(self, sequence: Sequence, drafter: str) -> int:
+        """The slot of a sequence, opened if need be."""
+        own = self._slots.get(sequence)
+        if own is None:
+            own = self._slots[sequence] = {}
+        slot = own.get(drafter)
+        if slot is None:
+            slot = own[drafter] = self._open(drafter)
+        return slot
+
+    def release(self, sequence: Sequence) -> None:
+        """Forgets a sequence."""
+        self._free.extend(self._slots.pop(sequence, {}).values())
+
+    def note(self, outcomes: Outcomes) -> None:
+        """Takes what became of a step's drafts."""
+        self._noted.append(outcomes)
+        self.outcomes += sum(map(bool, outcomes.allowed))
+        if len(self._noted) >= _MOST_NOTED:
+            self._settle()
+
+    def estimate(self, slots: Ints, buckets: Ints) -> tuple[Floats, Floats]:
+        """Per sequence and depth [R, depth]: the probability that a token is accepted if all
+        before it are, and the probability that the drafter offers that many tokens."""
+        self._settle()
+        drafters = self._drafter[slots]
+        mean = self._means.acceptance[drafters, buckets]
+        own = self._own(slots, buckets)
+        acceptance: Floats = mean + self._means.trust(drafters)[:, None] * (own - mean)
+        offer = self._offer[slots]
+        offers = offer[:, 0] + _OFFER_STRENGTH * self._means.offer[drafters]
+        offers /= offer[:, 1] + _OFFER_STRENGTH
+        return acceptance, np.minimum.accumulate(offers, axis=1)
+
+    def describe(self) -> dict[str, list[dict[str, float]]]:
+        """By drafter: acceptance at each depth, and how many judged tokens it rests on."""
+        self._settle()
+        table: dict[str, list[dict[str, float]]] = {}
+        for index, name in enumerate(self._means.names):
+            columns = zip(self._means.pooled[index], self._means.weight(index), strict=True)
+            table[name] = [
+                {"depth": depth, "acceptance": float(mean), "weight": float(weight)}
+                for depth, (mean, weight) in enumerate(columns, 1)
+            ]
+        return table
+
+    def typical(self, drafter: str) -> tuple[Floats, Floats]:
+        """Acceptance and offer by depth of a sequence that nothing is known of yet."""
+        self._settle()
+        index = self._means.index(drafter)
+        return self._means.pooled[index], np.minimum.accumulate(self._means.offer[index])
+
+    # -- slots ---------------------------------------------------------------------------
+
+    def _open(self, drafter: str) -> int:
+        self._settle()  # or outcomes of the slot's last owner would count for the next
+        if not self._free:
+            self._resize(2 * len(self._drafter))
+        slot = self._free.pop()
+        for sums in (self._counts, self._level, self._offer, self._surprise, self._drafts):
+            sums[slot] = 0.0
+        self._drafter[slot] = self._means.index(drafter)
+        return slot
+
+    def _resize(self, size: int) -> None:
+        """Makes room for `size` slots; those in use keep their numbers."""
+        old = len(self._drafter)
+        more = size - old
+        self._counts, self._level = longer(self._counts, more), longer(self._level, more)
+        self._offer, self._surprise = longer(self._offer, more), longer(self._surprise, more)
+        self._drafts = longer(self._drafts, more)
+        self._drafter = np.concatenate((self._drafter, np.zeros(more, dtype=np.int64)))
+        self._free.extend(range(size - 1, old - 1, -1))
+
+    # -- learning ------------------------------------------------------------------------
+
+    def _settle(self) -> None:
+        """Works in what was noted, steps of the same sequences together."""
+        noted, self._noted = self._noted, []
+        for _, steps in groupby(noted, key=lambda step: (step.slots, step.buckets)):
+            self._learn(list(steps))
+        if noted:
+            self._means.refresh()
+
+    def _learn(self, steps: list[Outcomes]) -> None:
+        slots, buckets = np.array(steps[0].slots), np.array(steps[0].buckets)
+        allowed, drafted, accepted = (
+            np.array([getattr(step, name) for step in steps])[:, :, None]
+            for name in ("allowed", "drafted", "accepted")
+        )
+        refused = np.array([step.refused for step in steps])[:, :, None]
+        outcome = np.empty((len(slots), 2, self.depth))
+        (self._depths < accepted).sum(axis=0, out=outcome[:, 0])
+        ((self._depths == accepted) & refused).sum(axis=0, out=outcome[:, 1])
+        offer = np.empty_like(outcome)
+        (self._depths < drafted).sum(axis=0, out=offer[:, 0])
+        (self._depths < allowed).sum(axis=0, out=offer[:, 1])
+        drafters, drafts = self._drafter[slots], (allowed > 0).sum(axis=(0, 2))
+        self._learn_trust(slots, buckets, outcome)
+        self._learn_means(drafters * NUM_BUCKETS + buckets, slots, drafts, (outcome, offer))
+        self._learn_own(slots, buckets, outcome, offer)
+        judged = (accepted > 0) | refused
+        expected = np.array([step.expected for step in steps])
+        surprise = ((accepted > 0)[:, :, 0] - expected) * judged[:, :, 0]
+        self._watch(slots, surprise.sum(axis=0), judged.sum(axis=(0, 2)))
+
+    def _own(self, slots: Ints, buckets: Ints) -> Floats:
+        """[R, depth]: acceptance as the sequences' own outcomes have it."""
+        counts, level = self._counts[slots, buckets], self._level[slots]
+        shift = level[:, :1] / (level[:, 1:] + _LEVEL_STRENGTH)
+        expected = (self._means.acceptance[self._drafter[slots], buckets] + shift).clip(0.01, 0.99)
+        own: Floats = counts[:, 0] + _STRENGTH * expected
+        own /= counts.sum(axis=1) + _STRENGTH
+        return own
+
+    def _learn_trust(self, slots: Ints, buckets: Ints, outcome: Floats) -> None:
+        """Regresses outcomes at depth 1 on what was known of each sequence before."""
+        drafters = self._drafter[slots]
+        mean = self._means.acceptance[drafters, buckets][:, 0]
+        difference = self._own(slots, buckets)[:, 0] - mean
+        accepted, judged = outcome[:, 0, 0], outcome[:, :, 0].sum(axis=1)
+        products = (accepted - mean * judged) * difference
+        squares = judged * difference**2
+        for drafter in set(drafters.tolist()):
+            own = drafters == drafter
+            self._means.learn_trust(drafter, float(products[own].sum()), float(squares[own].sum()))
+
+    def _learn_own(self, slots: Ints, buckets: Ints, outcome: Floats, offer: Floats) -> None:
+        judged = outcome.sum(axis=1)
+        residual = outcome[:, 0] - self._means.acceptance[self._drafter[slots], buckets] * judged
+        keep = np.power(_DISCOUNT, judged)[:, None]
+        self._counts[slots, buckets] = self._counts[slots, buckets] * keep + outcome
+        # The first depth is judged whenever any is.
+        keep = np.power(_LEVEL_DISCOUNT, judged[:, :1])
+        level = np.stack((residual.sum(axis=1), judged.sum(axis=1)), axis=1)
+        self._level[slots] = self._level[slots] * keep + level
+        keep = np.power(_OFFER_DISCOUNT, offer[:, 1:])
+        self._offer[slots] = self._offer[slots] * keep + offer
+
+    def _learn_means(
+        self, places: Ints, slots: Ints, drafts: Ints, sums: tuple[Floats, Floats]
+    ) -> None:
+        """Adds to the means over all sequences.
+
+        Args:
+            places: drafter * NUM_BUCKETS + bucket, of each sequence.
+            slots: of each.
+            drafts: that each made.
+            sums: outcomes and offers of each.
+        """
+        weights = _NOVELTY / (_NOVELTY + self._drafts[slots])
+        self._drafts[slots] += drafts
+        outcome, offer = (part * weights[:, None, None] for part in sums)
+        for place in set(places.tolist()):
+            own = places == place
+            weight = float(weights[own] @ drafts[own])
+            at = divmod(place, NUM_BUCKETS)
+            self._means.learn(at, weight, outcome[own].sum(axis=0), offer[own].sum(axis=0))
+
+    def _watch(self, slots: Ints, surprise: Floats, judged: Ints) -> None:
+        """Drops the evidence of sequences whose outcomes contradict it in a row.
+
+        Args:
+            surprise: accepted less expected, at depth 1, summed over steps.
+            judged: how many steps that were.
+        """
+        drift = np.stack((surprise, -surprise), axis=1) - (_FORGIVEN * judged)[:, None]
+        sums = np.maximum(self._surprise[slots] + drift, 0.0)
+        alarm = sums.max(axis=1) > _ALARM
+        sums[alarm] = 0.0
+        self._surprise[slots] = sums
+        self._counts[slots[alarm]] *= _KEPT

@@ -1,0 +1,236 @@
+"""The planner that is never slower: it drafts where measured times say that it pays."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from enum import Enum
+
+from engine.control.acceptance import AcceptanceModel, Outcomes
+from engine.control.baseline import Baseline, Basis
+from engine.control.calibration import Calibration
+from engine.control.decision import Decider
+from engine.control.explore import Explorer
+from engine.control.guard import Guard
+from engine.control.latency import CostModel
+from engine.control.speedup import Gain, Meter
+from engine.control.step import OffReason, Outlook, PendingStep, read_step
+from engine.draft.drafter import Verdict
+from engine.scheduler import StepPlan
+from engine.sequence import Sequence, Status
+from engine.types import StepStats
+
+
+class Mode(Enum):
+    """Who decides how far to speculate."""
+
+    AUTO = "auto"  # the planner, from what it measured
+    OFF = "off"  # nobody ever drafts
+    FIXED = "fixed"  # always as many as there is room for
+
+
+@dataclass(frozen=True, slots=True)
+class PlannerOptions:
+    """How to plan.
+
+    Attributes:
+        depth: longest draft of any sequence.
+        most_rows: most query tokens of a pass.
+        mode: server-wide.
+        calibration: of this machine; None = learn from scratch.
+        outlooks: by name of drafter; what it knows before it drafts.
+        seed: of the lottery for shadow steps.
+        clock: monotonic seconds.
+    """
+
+    depth: int
+    most_rows: int = 4096
+    mode: Mode = Mode.AUTO
+    calibration: Calibration | None = None
+    outlooks: Mapping[str, Outlook] = field(default_factory=dict)
+    seed: int = 0
+    clock: Callable[[], float] = time.perf_counter
+
+
+class AdaptivePlanner:
+    """Maximises expected tokens per second in every step, from past data only.
+
+    Args:
+        options: how to plan.
+
+    Attributes:
+        off_reasons: counter; rows that decoded without a draft, by reason.
+        wasted_tokens: counter; draft tokens that were checked for nothing.
+        steps: that were planned.
+    """
+
+    def __init__(self, options: PlannerOptions) -> None:
+        self.options = options
+        self.costs = CostModel(options.calibration, options.most_rows)
+        self.acceptance = AcceptanceModel(options.depth)
+        self.decider = Decider(self.acceptance, self.costs)
+        self.baseline = Baseline(self.costs)
+        self.meter = Meter(self.baseline)
+        self.guard = Guard()
+        self.explorer = Explorer(options.seed)
+        self.off_reasons: Counter[OffReason] = Counter()
+        self.wasted_tokens = 0
+        self.steps = 0
+        self.typical_context = 0  # cached tokens of a decoding sequence, in the last step
+        self._pending: PendingStep | None = None
+        self._aside = 0.0  # seconds spent in `observe`, to be charged to the next step
+
+    # -- before the step -----------------------------------------------------------------
+
+    def choose(self, plan: StepPlan) -> list[int]:
+        """See `Planner.choose`."""
+        began = self.options.clock()
+        step = read_step(plan, self.options.mode is Mode.OFF, self.options.outlooks)
+        self._pending = step
+        self.steps += 1
+        if step.rows:
+            sequences = [plan.scheduled[i].sequence for i in step.rows]
+            limits = [plan.scheduled[i].max_draft for i in step.rows]
+            if self.options.mode is Mode.FIXED:
+                self._follow_orders(step, sequences, limits)
+            else:
+                self._optimise(step, sequences, limits)
+        step.planning_seconds = self.options.clock() - began
+        return step.lengths
+
+    def release(self, sequence: Sequence) -> None:
+        """See `Planner.release`."""
+        self.acceptance.release(sequence)
+        self.explorer.release(sequence)
+        self.meter.release(sequence)
+
+    def _follow_orders(
+        self, step: PendingStep, sequences: list[Sequence], limits: list[int]
+    ) -> None:
+        """All that is allowed, but for the plain steps that the meter needs."""
+        step.slots = [self.acceptance.slot(s, s.drafter) for s in sequences]
+        step.expected = [1.0] * len(limits)
+        if not self._is_shadow(step, None):
+            step.assign(limits)
+
+    def _optimise(self, step: PendingStep, sequences: list[Sequence], limits: list[int]) -> None:
+        decision = self.decider.decide(step, self.steps, sequences, limits)
+        step.slots, step.expected = decision.slots, decision.expected
+        if self.guard.closed(step.decode.batch):
+            step.why_not = OffReason.GUARD
+            return
+        lengths = list(decision.lengths)
+        if any(lengths) and self._is_shadow(step, decision.best.saved_seconds):
+            return
+        # Probes wait until it is known what plain steps cost, or there would be none.
+        if self.baseline.known and self.explorer.any_due(self.steps, sequences):
+            margins = self.decider.margins(decision, step)
+            chosen = self.explorer.probes(self.steps, sequences, lengths, margins)
+            step.probed = [step.rows[n] for n in chosen]
+            for n in chosen:
+                lengths[n] += 1
+        step.assign(lengths)
+
+    def _is_shadow(self, step: PendingStep, loss: float | None) -> bool:
+        """Whether the drafts of this step are left out to measure a plain one."""
+        # With prefill in the pass it would not tell what a plain step costs.
+        if step.has_prefill:
+            return False
+        samples, age = self.baseline.age(step.decode.batch)
+        if not self.explorer.shadow(samples, age, loss):
+            return False
+        step.why_not = OffReason.SHADOW
+        return True
+
+    # -- after the step ------------------------------------------------------------------
+
+    def observe(self, plan: StepPlan, verdicts: Seq[Verdict], stats: StepStats) -> Gain:
+        """See `Planner.observe`."""
+        began = self.options.clock()
+        step, self._pending = self._pending, None
+        if step is None or step.plan is not plan:
+            return Gain()
+        drafted = [verdict.drafted for verdict in verdicts]
+        gain = self._measure(step, sum(drafted), stats)
+        self._learn_costs(step, drafted, stats)
+        self._learn_acceptance(step, verdicts)
+        self._count(step, verdicts)
+        self._aside = self.options.clock() - began
+        return gain
+
+    def _measure(self, step: PendingStep, drafted: int, stats: StepStats) -> Gain:
+        """Speed-up, guard and account of one step."""
+        aside, self._aside = self._aside, 0.0
+        seconds, batch = stats.seconds + aside, step.decode.batch
+        if batch == 0 or seconds <= 0.0:
+            return Gain()
+        self.typical_context = step.decode.context // batch
+        if drafted:
+            gain = self.meter.speculative(step.decode, step.whole, stats.emitted_tokens, seconds)
+        else:
+            spent = min(aside + step.planning_seconds + stats.draft_seconds, seconds)
+            gain = self.meter.plain(seconds, spent)
+            if not step.has_prefill:
+                self.baseline.observe(step.decode, seconds - spent)
+        plain = self.baseline.seconds(step.decode)
+        self.explorer.account.pass_time(seconds, plain)
+        # A step that was only a probe was expected to lose, and is paid for by the account.
+        planned = sum(step.lengths) > len(step.probed)
+        judged = drafted and planned and gain.basis is not Basis.UNKNOWN
+        self.guard.observe(batch, (seconds - gain.equal_seconds) / plain if judged else None)
+        return gain
+
+    def _learn_costs(self, step: PendingStep, drafted: list[int], stats: StepStats) -> None:
+        costs, total = self.costs, sum(drafted)
+        load = step.load_with_drafts(drafted) if total else step.whole
+        costs.target.update(load, stats.verify_seconds)
+        phases = stats.verify_seconds + stats.draft_seconds + step.planning_seconds
+        depth = max(drafted, default=0)
+        costs.observe_overhead(step.decode.batch, total, depth, stats.seconds - phases)
+        lengths: dict[str, list[int]] = {}
+        for i in step.rows:
+            if step.lengths[i]:
+                drafter = step.plan.scheduled[i].sequence.drafter
+                lengths.setdefault(drafter, []).append(step.lengths[i])
+        costs.observe_drafts(lengths, stats.draft_seconds)
+
+    def _learn_acceptance(self, step: PendingStep, verdicts: Seq[Verdict]) -> None:
+        lengths = [step.lengths[i] for i in step.rows]
+        if not any(lengths):
+            return
+        own = [verdicts[i] for i in step.rows]
+        self.acceptance.note(
+            Outcomes(
+                slots=step.slots,
+                buckets=step.buckets,
+                expected=step.expected,
+                allowed=lengths,
+                drafted=[verdict.drafted for verdict in own],
+                accepted=[verdict.accepted for verdict in own],
+                # Without a token of the target's own after them, the draft was cut off.
+                refused=[
+                    len(verdict.emitted) > verdict.accepted < verdict.drafted for verdict in own
+                ],
+            )
+        )
+        for i in step.probed:
+            sequence = step.plan.scheduled[i].sequence
+            if verdicts[i].accepted == step.lengths[i] and sequence.status is not Status.FINISHED:
+                self.explorer.succeeded(sequence, self.steps)
+
+    def _count(self, step: PendingStep, verdicts: Seq[Verdict]) -> None:
+        self.off_reasons.update(step.reasons.values())
+        for i in step.rows:
+            if not verdicts[i].drafted:
+                reason = OffReason.NO_PROPOSAL if step.lengths[i] else step.why_not
+                self.off_reasons[reason] += 1
+        emitted: list[tuple[Sequence, int]] = []
+        for scheduled, verdict in zip(step.plan.scheduled, verdicts, strict=True):
+            self.wasted_tokens += verdict.drafted - verdict.accepted
+            # One that has just ended was released already and must not come back.
+            if verdict.emitted and scheduled.sequence.status is not Status.FINISHED:
+                emitted.append((scheduled.sequence, len(verdict.emitted)))
+        self.meter.credit(emitted)

@@ -1,0 +1,119 @@
+"""What plain decode steps cost, from plain decode steps alone.
+
+The planner's cost model supplies the shape over batch, context and prefill. How far reality is
+off that shape is measured at each batch size on steps without drafts, natural ones and a small
+random share, and forgotten exponentially.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from enum import Enum
+
+from engine.control.latency import CostModel, Load, cell_of
+
+#: Plain steps of one batch size after which its baseline counts as measured.
+ENOUGH = 8
+
+#: Plain steps of any size before which nothing is said at all.
+_FEWEST = 4
+
+#: Seconds of decoding after which a baseline that was not measured again is stale.
+_STALE_SECONDS = 120.0
+
+_GAIN = 0.05
+_OUTLIER = 4.0  # a sample beyond this multiple of the baseline counts as this multiple
+
+_MODEL_ERROR = 0.1  # of a baseline that was never measured at its batch size
+
+
+class Basis(Enum):
+    """What the baseline of a speed-up rests on."""
+
+    UNKNOWN = "unknown"  # no plain steps seen yet: no number is given
+    MODELLED = "modelled"  # plain steps of other batch sizes, or of long ago
+    MEASURED = "measured"
+
+
+@dataclass(slots=True)
+class _Cell:
+    """Plain steps of one batch size: mean of observed over modelled seconds."""
+
+    ratio: float = 1.0
+    scatter: float = 0.0  # mean square of the samples' deviation
+    count: int = 0
+    last: float = 0.0  # on the clock of decoding seconds
+    last_step: int = 0
+
+
+class Baseline:
+    """Seconds of plain decode steps.
+
+    Args:
+        costs: supplies the shape; it may learn on.
+    """
+
+    def __init__(self, costs: CostModel) -> None:
+        self._costs = costs
+        self._cells: dict[int, _Cell] = {}
+        self._elapsed = 0.0
+        self._steps = 0
+        self.samples = 0
+
+    @property
+    def known(self) -> bool:
+        """Whether there were enough plain steps to say anything."""
+        return self.samples >= _FEWEST
+
+    def observe(self, load: Load, seconds: float) -> None:
+        """Learns from a plain step without prefill."""
+        cell = self._cells.setdefault(cell_of(load.batch), _Cell(self._typical_ratio()))
+        ratio = seconds / self._costs.plain_seconds(load)
+        if cell.count:
+            ratio = min(max(ratio, cell.ratio / _OUTLIER), cell.ratio * _OUTLIER)
+        cell.count += 1
+        cell.last, cell.last_step = self._elapsed, self._steps
+        gain, deviation = max(_GAIN, 1.0 / cell.count), ratio - cell.ratio
+        cell.ratio += gain * deviation
+        if cell.count > 1:
+            cell.scatter += max(_GAIN, 1.0 / (cell.count - 1)) * (deviation**2 - cell.scatter)
+        self.samples += 1
+
+    def pass_time(self, seconds: float) -> None:
+        """Lets a step pass, in which baselines grow stale."""
+        self._elapsed += seconds
+        self._steps += 1
+
+    def seconds(self, load: Load) -> float:
+        """Of a plain step."""
+        cell = self._cells.get(cell_of(load.batch))
+        ratio = cell.ratio if cell else self._typical_ratio()
+        return ratio * self._costs.plain_seconds(load)
+
+    def basis(self, batch: int) -> Basis:
+        """What `seconds` rests on at this batch size."""
+        cell = self._cells.get(cell_of(batch))
+        if not self.known:
+            return Basis.UNKNOWN
+        fresh = cell is not None and self._elapsed - cell.last <= _STALE_SECONDS
+        enough = cell is not None and cell.count >= ENOUGH
+        return Basis.MEASURED if fresh and enough else Basis.MODELLED
+
+    def relative_error(self, batch: int) -> float:
+        """Standard error of the baseline at this batch size, as a share of it."""
+        cell = self._cells.get(cell_of(batch))
+        if cell is None or cell.count < 2 or cell.ratio <= 0:
+            return _MODEL_ERROR
+        remembered = min(cell.count, 2.0 / _GAIN)
+        return math.sqrt(cell.scatter / remembered) / cell.ratio
+
+    def age(self, batch: int) -> tuple[int, int]:
+        """Plain steps seen at this batch size, and steps since the last of them."""
+        cell = self._cells.get(cell_of(batch))
+        return (cell.count, self._steps - cell.last_step) if cell else (0, self._steps)
+
+    def _typical_ratio(self) -> float:
+        if not self._cells:
+            return 1.0
+        return max(self._cells.values(), key=lambda cell: cell.last).ratio

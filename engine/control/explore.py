@@ -1,0 +1,147 @@
+"""Looking again at what seemed not worth it, for at most one per cent of the time.
+
+Two things go stale when the planner follows its estimates: the acceptance of sequences that do
+not draft, and the cost of plain steps while all do. A *probe* gives one sequence one draft
+token more than planned; a *shadow* step drafts nothing. Both are charged, at the loss that is
+predicted for them, to an account that fills with one per cent of the time that passes.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence as Seq
+
+from engine.control.allocate import Margins
+from engine.control.baseline import ENOUGH
+from engine.sequence import Sequence
+
+_SHARE = 0.01
+
+#: The account, in plain steps: what it opens with, and where it is full. A long quiet time
+#: must not buy a long time of losses.
+_OPENING = 2.0
+_FULL = 8.0
+
+#: A probe is charged at least this share of the time it takes.
+_LEAST_LOSS = 0.25
+
+#: Steps between probes of one sequence that did not succeed.
+_PAUSE = 8
+_PAUSE_DRAFTING = 40  # where a shorter draft is being checked anyway
+
+#: Who has not just succeeded is looked at every so many steps.
+_ROUND = 4
+
+#: Probability of a shadow step: while the baseline is unknown, thin, or merely old.
+_SHADOW_UNKNOWN = 0.05
+_SHADOW_THIN = 0.02
+_SHADOW_OLD = 0.01
+_OLD = 64  # steps since the last plain one
+
+
+class Account:
+    """Seconds that exploring may still lose."""
+
+    def __init__(self) -> None:
+        self.credit = 0.0
+        self.spent = 0.0
+        self._open = False
+
+    def pass_time(self, seconds: float, plain_seconds: float) -> None:
+        """Earns the share of a step that took `seconds`."""
+        if not self._open:
+            self._open = True
+            self.credit = _OPENING * plain_seconds
+        self.credit = min(self.credit + _SHARE * seconds, _FULL * plain_seconds)
+
+    def take(self, loss: float) -> bool:
+        """Pays for a predicted loss in seconds, not negative, if there is enough."""
+        if loss > self.credit:
+            return False
+        self.credit -= loss
+        self.spent += loss
+        return True
+
+
+class Explorer:
+    """Decides on probes and shadow steps.
+
+    Args:
+        seed: of the shadow steps' lottery.
+    """
+
+    def __init__(self, seed: int = 0) -> None:
+        self.account = Account()
+        self._lottery = random.Random(seed)
+        self._due: dict[Sequence, int] = {}  # the step from which a probe is welcome
+        self._eager: set[Sequence] = set()  # whose last probe succeeded
+
+    def shadow(self, samples: int, age: int, loss: float | None) -> bool:
+        """Whether this step should be plain although drafts would pay.
+
+        Args:
+            samples: plain steps seen at this batch size.
+            age: steps since the last of them.
+            loss: predicted; None if the account is not to be asked.
+        """
+        if samples < ENOUGH:
+            odds = _SHADOW_UNKNOWN
+        elif samples < 2 * ENOUGH:
+            odds = _SHADOW_THIN
+        else:
+            odds = _SHADOW_OLD if age > _OLD else 0.0
+        drawn = odds > 0.0 and self._lottery.random() < odds
+        return drawn and (loss is None or self.account.take(max(loss, 0.0)))
+
+    def any_due(self, step: int, sequences: Seq[Sequence]) -> bool:
+        """Whether `probes` could choose anyone. Who has just succeeded is asked at once, the
+        others every few steps, since pricing takes time."""
+        if step % _ROUND and not self._eager:
+            return False
+        due = self._due
+        return any(due.get(sequence, 0) <= step for sequence in sequences)
+
+    def probes(
+        self, step: int, sequences: Seq[Sequence], lengths: Seq[int], margins: Margins
+    ) -> list[int]:
+        """Which sequences get one draft token more; at most one in eight.
+
+        Args:
+            step: number of this step.
+            sequences: that may draft.
+            lengths: planned for them.
+            margins: of one more token.
+        """
+        due = [
+            i
+            for i, promise in enumerate(margins.promise)
+            if promise > 0.0 and self._due.get(sequences[i], 0) <= step
+        ]
+        due.sort(key=lambda i: self._due.get(sequences[i], 0))
+        chosen: list[int] = []
+        for i in due:
+            if len(chosen) > len(sequences) // 8:
+                break
+            # A prediction of no loss at all may be what is wrong.
+            if not self.account.take(max(-margins.gain[i], _LEAST_LOSS * margins.price[i])):
+                break
+            self._eager.discard(sequences[i])
+            pause = _PAUSE_DRAFTING if lengths[i] else _PAUSE
+            self._due[sequences[i]] = step + pause
+            chosen.append(i)
+        return chosen
+
+    def succeeded(self, sequence: Sequence, step: int) -> None:
+        """A probe was accepted: the next one need not wait."""
+        self._due[sequence] = step + 1
+        self._eager.add(sequence)
+
+    def release(self, sequence: Sequence) -> None:
+        """Forgets a sequence."""
+        self._due.pop(sequence, None)
+        self._eager.discard(sequence)
+
+    @property
+    def num_sequences(self) -> int:
+        """Sequences it remembers."""
+        return len(self._due)

@@ -1,0 +1,264 @@
+"""Machines and texts made of numbers, and a loop that drives a real planner through them.
+
+The clock is virtual and all randomness a function of a seed, so a run is deterministic. What a
+drafter would get right is a property of the text (of stream and position), not of the planner:
+every planner faces the same text.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from engine.cache.pages import TARGET, PageTable
+from engine.control.adaptive import AdaptivePlanner, Mode, PlannerOptions
+from engine.control.calibration import Calibration, calibrate
+from engine.control.planner import FixedPlanner, Planner
+from engine.control.speedup import Gain
+from engine.draft.drafter import Verdict
+from engine.scheduler import ScheduledSequence, StepPlan
+from engine.sequence import Sequence, Status
+from engine.types import Request, SamplingParams, StepStats
+
+PROMPT = 64
+
+_MASK = 2**64 - 1
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Seconds of everything a step does.
+
+    Attributes:
+        curve: of the pass by query tokens.
+        context: per cached token read.
+        sequence: per sequence in the pass.
+        draft: (per call, per sequence, per round).
+        overhead: (per step, per row of logits).
+        noise: relative standard deviation of a pass.
+        pauses: probability of a pass that takes twenty times as long.
+    """
+
+    curve: Callable[[int], float]
+    context: float = 0.0
+    sequence: float = 0.0
+    draft: tuple[float, float, float] = (2e-5, 1e-5, 0.0)
+    overhead: tuple[float, float] = (3e-4, 2e-5)
+    noise: float = 0.02
+    pauses: float = 0.0
+
+    def pass_seconds(self, rows: int, sequences: int, context: int) -> float:
+        return self.curve(rows) + self.sequence * sequences + self.context * context
+
+    def calibrate(self, most_rows: int = 512) -> Calibration:
+        def measure(rows: int, sequences: int, context: int) -> float:
+            return self.pass_seconds(rows, sequences, sequences * context)
+
+        return calibrate(
+            measure,
+            most_rows=most_rows, most_sequences=64, long_context=1024, seconds=1e9,
+        )  # fmt: skip
+
+
+def _h200(rows: int) -> float:
+    """An 8B model in bfloat16: weights in 3.4 ms, compute-bound near 200, tiles of 64 rows."""
+    tiles = 64 * math.ceil(rows / 64)
+    return 2e-4 + max(3.4e-3, 3.4e-3 * tiles / 206)
+
+
+def _a10(rows: int) -> float:
+    """A 1.7B model in bfloat16: weights in 6 ms, knee near 96, shapes captured at powers of 2."""
+    captured = 1 << (rows - 1).bit_length() if rows <= 64 else 32 * math.ceil(rows / 32)
+    return 5e-4 + max(6e-3, 6e-3 * captured / 96)
+
+
+def _laptop(rows: int) -> float:
+    """A 135M model in float32 on two cores: every query token costs."""
+    return 13e-3 * (1 + 0.22 * (rows - 1)) if rows < 5 else 13e-3 * (1.0 + 0.17 * rows)
+
+
+H200 = Machine(_h200, context=3e-8, overhead=(8e-4, 1e-5))
+A10 = Machine(_a10, context=1e-7, overhead=(8e-4, 1e-5))
+LAPTOP = Machine(_laptop, context=1.2e-6, sequence=1e-4)
+MACHINES = {"h200": H200, "a10": A10, "laptop": LAPTOP}
+
+#: (stream, position) -> (probability that a draft token there is right, that one is offered).
+Text = Callable[[int, int], tuple[float, float]]
+
+
+def constant(acceptance: float, offered: float = 1.0) -> Text:
+    return lambda stream, position: (acceptance, offered)  # noqa: ARG005
+
+
+def switching(before: float, after: float, at: int) -> Text:
+    """Code up to a position, prose from there on."""
+    return lambda stream, position: (before if position < at else after, 1.0)  # noqa: ARG005
+
+
+def bursty(stream: int, position: int) -> tuple[float, float]:
+    """Stretches of about sixty tokens of copied text, between stretches of new text."""
+    copied = _uniform(stream, position // 60, 7) < 0.5
+    return (0.92, 0.95) if copied else (0.1, 0.3)
+
+
+def mixed(stream: int, position: int) -> tuple[float, float]:  # noqa: ARG001
+    """Every stream has its own acceptance."""
+    return ((0.9, 0.7, 0.4, 0.1)[stream % 4], 1.0)
+
+
+def _uniform(*key: int) -> float:
+    """A number in [0, 1) that only the key decides (the mixing steps of splitmix64)."""
+    mixed = 0
+    for part in key:
+        mixed = (mixed + part + 0x9E3779B97F4A7C15) & _MASK
+        mixed = ((mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
+        mixed ^= mixed >> 31
+    return mixed / 2.0**64
+
+
+@dataclass
+class Log:
+    """What happened in a run."""
+
+    seconds: float = 0.0
+    tokens: int = 0
+    steps: int = 0
+    lengths: list[float] = field(default_factory=list)  # mean draft length by step
+    positions: list[int] = field(default_factory=list)  # of the first stream, by step
+    gains: list[Gain] = field(default_factory=list)
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
+
+
+class World:
+    """A closed loop: `batch` streams decode; whoever is done makes room for a new one."""
+
+    def __init__(self, machine: Machine, text: Text, batch: int, seed: int = 1) -> None:
+        self.machine = machine
+        self.text = text
+        self.batch = batch
+        self.seed = seed
+        self.length = 400  # tokens of a stream
+        self.max_draft = 8
+        self.prefill_every = 0  # steps between prefill chunks of 64 tokens, 0 = none
+        self.scale = lambda step: 1.0  # noqa: ARG005  (the machine's slowness, by step)
+        self._random = random.Random(seed)
+        self._streams = 0
+        self._live: list[tuple[int, Sequence]] = []
+
+    def run(self, planner: Planner, tokens: int) -> Log:
+        """Decodes that many tokens."""
+        log = Log()
+        while log.tokens < tokens:
+            while len(self._live) < self.batch:
+                self._live.append((self._streams, self._new_sequence()))
+                self._streams += 1
+            self._step(planner, log)
+        return log
+
+    def _new_sequence(self) -> Sequence:
+        name = f"stream-{self._streams}"
+        request = Request(name, (1,) * PROMPT, SamplingParams(max_tokens=self.length))
+        sequence = Sequence(
+            request, 0, self._streams, 0, PageTable(""), "lookup", self.max_draft,
+            PROMPT + self.length,
+        )  # fmt: skip
+        sequence.append([0])
+        sequence.table.num_cached[TARGET] = PROMPT
+        return sequence
+
+    def _step(self, planner: Planner, log: Log) -> None:
+        live = self._live
+        parts = [
+            ScheduledSequence(s, 1, True, min(self.max_draft, max(0, s.room - 1))) for _, s in live
+        ]
+        if self.prefill_every and log.steps % self.prefill_every == 0:
+            prompt = Sequence(Request("prompt", (1,) * 64), 0, 0, 0, PageTable(""), "none", 0, 80)
+            parts.append(ScheduledSequence(prompt, 64, False))
+        plan = StepPlan(tuple(parts), 0, 0, 0)
+        lengths = planner.choose(plan)
+        assert all(0 <= n <= part.max_draft for n, part in zip(lengths, parts, strict=True))
+        verdicts = [
+            self._judge(i, s, n) for (i, s), n in zip(live, lengths, strict=False)
+        ] + [Verdict([], 0, 0)] * (len(parts) - len(live))  # fmt: skip
+        stats = self._stats(plan, lengths, verdicts, log.steps)
+        log.lengths.append(sum(lengths) / len(live))
+        log.positions.append(len(live[0][1].tokens) - PROMPT)
+        for (_, sequence), verdict in zip(live, verdicts, strict=False):
+            sequence.append(verdict.emitted)
+            sequence.table.num_cached[TARGET] = len(sequence.tokens) - 1
+            if sequence.room <= 0:  # the engine releases before it lets the planner observe
+                sequence.status = Status.FINISHED
+                planner.release(sequence)
+        log.gains.append(planner.observe(plan, verdicts, stats))
+        self._live = [(i, s) for i, s in live if s.status is not Status.FINISHED]
+        log.seconds += stats.seconds
+        log.tokens += stats.emitted_tokens
+        log.steps += 1
+
+    def _judge(self, stream: int, sequence: Sequence, length: int) -> Verdict:
+        position = len(sequence.tokens) - PROMPT
+        if not length or _uniform(stream, position, 1, self.seed) >= self.text(stream, position)[1]:
+            return Verdict([0], 0, 0)
+        accepted = 0
+        while accepted < length:
+            right, _ = self.text(stream, position + accepted)
+            if _uniform(stream, position + accepted, 2, self.seed) >= right:
+                break
+            accepted += 1
+        return Verdict([0] * (accepted + 1), length, accepted)
+
+    def _stats(
+        self, plan: StepPlan, lengths: Seq[int], verdicts: Seq[Verdict], step: int
+    ) -> StepStats:
+        machine, drafted = self.machine, [v.drafted for v in verdicts]
+        rows = sum(part.num_feed for part in plan.scheduled) + sum(drafted)
+        context = sum(s.sequence.table.num_cached[TARGET] + s.num_feed for s in plan.scheduled)
+        noise = math.exp(self._random.gauss(0.0, machine.noise)) * self.scale(step)
+        if self._random.random() < machine.pauses:
+            noise *= 20.0
+        verify = machine.pass_seconds(rows, len(plan.scheduled), context) * noise
+        call, each, per_round = machine.draft
+        asked = sum(1 for n in lengths if n)
+        draft = (call + each * asked + per_round * max(lengths)) if asked else 0.0
+        depth = max(v.accepted for v in verdicts) + 1
+        sample = machine.overhead[0] + machine.overhead[1] * rows + 2e-5 * depth
+        return StepStats(
+            seconds=draft + verify + sample, plan_seconds=0.0, draft_seconds=draft, verify_seconds=verify,
+            sample_seconds=sample, running=len(plan.scheduled), waiting=0,
+            prefill_tokens=plan.prefill_tokens,
+            decode_sequences=sum(bool(v.emitted) for v in verdicts),
+            emitted_tokens=sum(len(v.emitted) for v in verdicts),
+            drafted_by_position=(), accepted_by_position=(), pages_used=0, pages_total=1,
+            preemptions=0, prefix_query_tokens=0, prefix_hit_tokens=0,
+        )  # fmt: skip
+
+
+def planner_for(
+    machine: Machine, mode: Mode = Mode.AUTO, calibrated: bool = True
+) -> AdaptivePlanner:
+    """The real planner, on the virtual clock (planning itself takes no time)."""
+    options = PlannerOptions(
+        depth=8,
+        most_rows=512,
+        mode=mode,
+        calibration=machine.calibrate() if calibrated else None,
+        clock=lambda: 0.0,
+    )
+    return AdaptivePlanner(options)
+
+
+class Fixed(FixedPlanner):
+    """As many as it is told, wherever there is room."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def choose(self, plan: StepPlan) -> list[int]:
+        return [min(self.length, part.max_draft) for part in plan.scheduled]

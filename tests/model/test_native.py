@@ -1,0 +1,130 @@
+"""Compiling on the machine it runs on: once, and with a reason where it cannot be."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from engine.config import ModelConfig
+from engine.errors import ConfigurationError
+from engine.model import native
+from engine.model.loader import adopt_model
+from engine.model.native import NativeUnavailable, compile_library, find_compiler, load_kernels
+from tests.tiny_models import make_model
+
+SOURCE = 'extern "C" int answer() { return ANSWER; }\n'
+
+
+@pytest.fixture
+def source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A library of one function; its answer is defined in a header beside it."""
+    monkeypatch.setenv("SPECSERVE_HOME", str(tmp_path / "home"))
+    (tmp_path / "answer.h").write_text("#define ANSWER 42\n")
+    path = tmp_path / "lib.cpp"
+    path.write_text('#include "answer.h"\n' + SOURCE)
+    return path
+
+
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+
+
+def compilations(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Commands that compile, as they are run."""
+    commands: list[list[str]] = []
+    real = native._run
+
+    def spy(command: list[str]) -> str:
+        if "-c" in command:
+            commands.append(command)
+        return real(command)
+
+    monkeypatch.setattr(native, "_run", spy)
+    return commands
+
+
+def test_compiles_once(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = compilations(monkeypatch)
+    for _ in range(2):
+        assert compile_library(source).answer() == 42
+    assert len(commands) == 1
+    cached = list((source.parent / "home" / "native").iterdir())
+    assert len(cached) == 1  # no leftovers
+
+
+def test_a_changed_header_is_compiled_anew(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = compilations(monkeypatch)
+    assert compile_library(source).answer() == 42
+    (source.parent / "answer.h").write_text("#define ANSWER 43\n")
+    assert compile_library(source).answer() == 43
+    (source.parent / "answer.h").write_text("#define ANSWER 42\n")
+    assert compile_library(source).answer() == 42
+    assert len(commands) == 2
+
+
+def test_another_machine_compiles_anew(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = compilations(monkeypatch)
+    compile_library(source)
+    monkeypatch.setattr(native, "_cpu_flags", lambda: "flags : other")
+    compile_library(source)
+    assert len(commands) == 2
+
+
+def test_a_source_that_does_not_compile(source: Path) -> None:
+    source.write_text("this is no C++")
+    with pytest.raises(NativeUnavailable, match=r"failed: .*error"):
+        compile_library(source)
+    assert not list((source.parent / "home" / "native").glob("*.so"))
+
+
+def test_a_damaged_library_is_named(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def build(_compiler: str, _source: Path, target: Path) -> None:
+        target.parent.mkdir(parents=True)
+        target.write_bytes(b"not a library")
+
+    monkeypatch.setattr(native, "_build", build)
+    with pytest.raises(NativeUnavailable, match=r"\.so cannot be loaded"):
+        compile_library(source)
+
+
+def test_a_cache_that_cannot_be_written(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (source.parent / "file").write_text("")
+    monkeypatch.setenv("SPECSERVE_HOME", str(source.parent / "file"))
+    with pytest.raises(NativeUnavailable, match="cannot be written"):
+        compile_library(source)
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_without_a_compiler(source: Path) -> None:
+    assert find_compiler() is None
+    with pytest.raises(NativeUnavailable, match=r"no C\+\+ compiler found \(set CXX"):
+        compile_library(source)
+
+
+@pytest.mark.usefixtures("no_compiler")
+def test_a_model_without_a_compiler_runs_on_the_reference(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.INFO):
+        assert adopt_model(make_model(), ModelConfig("tiny")).runner_name == "reference"
+    assert "the native runner does not apply: no C++ compiler" in caplog.text
+    assert "attention falls back to slow torch code: no C++ compiler" in caplog.text
+    for runner in ("native", "torch"):
+        with pytest.raises(ConfigurationError, match=rf"runner is {runner}, but no C\+\+ compiler"):
+            adopt_model(make_model(), ModelConfig("tiny", runner=runner))
+
+
+def test_the_compiler_of_the_environment_comes_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mine = tmp_path / "mine"
+    mine.write_text("#!/bin/sh\nexit 1\n")
+    mine.chmod(0o755)
+    monkeypatch.setenv("CXX", str(mine))
+    assert find_compiler() == str(mine)
+    with pytest.raises(NativeUnavailable, match="mine failed"):
+        load_kernels()
