@@ -16,8 +16,8 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import AsyncIterator, Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from queue import Empty, SimpleQueue
 
 from engine.admission import Admission
@@ -25,10 +25,10 @@ from engine.build import BuiltEngine, build_engine
 from engine.config import EngineConfig
 from engine.core import StepOutput
 from engine.errors import EngineError, EngineUnavailable, InvalidRequest
+from engine.flight import EventStream, Flight
 from engine.types import (
     AuditStats,
     EngineInfo,
-    Event,
     Failed,
     Finished,
     FinishReason,
@@ -62,38 +62,6 @@ class _Stop:
 _Message = _Add | _Abort | _Stop
 
 
-@dataclass(slots=True)
-class _Flight:
-    """A request in flight, as the event loop sees it."""
-
-    request: Request
-    events: asyncio.Queue[Event | None] = field(default_factory=asyncio.Queue)
-    choices_left: int = 1
-    started: bool = False
-
-
-class EventStream(AsyncIterator[Event]):
-    """The events of one request; ends after the last `Finished`, or after `Failed`."""
-
-    def __init__(self, flight: _Flight, abort: Callable[[str], None]) -> None:
-        self._flight = flight
-        self._abort = abort
-
-    def __aiter__(self) -> EventStream:
-        return self
-
-    async def __anext__(self) -> Event:
-        event = await self._flight.events.get()
-        if event is None:
-            self._flight.events.put_nowait(None)  # stays ended, however often it is asked
-            raise StopAsyncIteration
-        return event
-
-    async def aclose(self) -> None:
-        """Aborts what still runs; harmless when nothing does."""
-        self._abort(self._flight.request.request_id)
-
-
 class AsyncEngine:
     """Serves requests from an event loop while one thread of its own runs the engine.
 
@@ -120,7 +88,7 @@ class AsyncEngine:
         self._on_progress = on_progress or (lambda _: None)
         self._build = build
         self._inbox: SimpleQueue[_Message] = SimpleQueue()
-        self._flights: dict[str, _Flight] = {}
+        self._flights: dict[str, Flight] = {}
         self._admission = Admission(config.scheduler)
         self._state = "new"
         self._step_started: float | None = None
@@ -200,7 +168,7 @@ class AsyncEngine:
             )
         self._built.rules.validate(request)
         self._admission.admit(request)
-        flight = _Flight(request, choices_left=request.sampling.n)
+        flight = Flight(request, choices_left=request.sampling.n)
         self._flights[request.request_id] = flight
         self._inbox.put(_Add(request))
         return EventStream(flight, self.abort)
@@ -283,7 +251,7 @@ class AsyncEngine:
         if output.audit is not None:
             self._on_audit(output.audit)
 
-    def _land(self, flight: _Flight) -> None:
+    def _land(self, flight: Flight) -> None:
         """A request is over."""
         del self._flights[flight.request.request_id]
         if not flight.started:

@@ -37,6 +37,8 @@ from engine.types import (
 
 logger = logging.getLogger(__name__)
 
+_STEP_FAILED = "The step that served this request failed: "
+
 
 @dataclass(frozen=True, slots=True)
 class EngineParts:
@@ -165,8 +167,9 @@ class Engine:
                 proposal, judgements, marks = self._propose_and_verify(plan)
             except Exception as error:
                 logger.exception("a step of %d sequences failed", len(plan.scheduled))
+                failure = RequestFailed(_STEP_FAILED + type(error).__name__)
                 for scheduled in plan.scheduled:
-                    self._fail(scheduled.sequence.request.request_id, _step_failure(error))
+                    self._fail(scheduled.sequence.request.request_id, failure)
             else:
                 verdicts = self._commit(plan, judgements)
                 times = (started, *marks, self.clock())
@@ -216,7 +219,9 @@ class Engine:
         judged = list(zip(plan.scheduled, judgements, strict=True))
         for scheduled, judgement in judged:  # before all else: other choices fail with it
             if judgement.corrupted:
-                self._fail(scheduled.sequence.request.request_id, _corrupted(scheduled.sequence))
+                sequence = scheduled.sequence
+                failure = CorruptedLogits(len(sequence.tokens))
+                self._fail(sequence.request.request_id, failure)
         kept = {s.sequence: j for s, j in judged if s.sequence.status is Status.RUNNING}
         for scheduled, judgement in judged:
             if scheduled.sequence in kept:
@@ -292,15 +297,3 @@ def _span(scheduled: ScheduledSequence, draft: list[int]) -> Span:
     start = table.num_cached[TARGET]
     fed = scheduled.sequence.tokens[start : start + scheduled.num_feed]
     return Span(fed + draft, start, table, num_logit_rows(scheduled, draft))
-
-
-def _step_failure(error: Exception) -> RequestFailed:
-    return RequestFailed(f"The step that served this request failed ({type(error).__name__}).")
-
-
-def _corrupted(sequence: Sequence) -> CorruptedLogits:
-    position = len(sequence.tokens)
-    return CorruptedLogits(
-        f"The model's logits at position {position} are not finite numbers; the request cannot "
-        "be continued. Other requests are unaffected."
-    )

@@ -57,7 +57,17 @@ class RequestFailed(EngineError):
 
 
 class CorruptedLogits(RequestFailed):
-    """The model's logits for one request are not finite numbers."""
+    """The model's logits for one request are not finite numbers.
+
+    Args:
+        position: of the token that was to be drawn.
+    """
+
+    def __init__(self, position: int) -> None:
+        super().__init__(
+            f"The model's logits at position {position} are not finite numbers; the request "
+            "cannot be continued. Other requests are unaffected."
+        )
 
 
 class EngineUnavailable(EngineError):

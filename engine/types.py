@@ -228,15 +228,12 @@ class SpeculationReport:
     """What speculation bought so far, by wall clock. Sums since start; times are seconds.
 
     Attributes:
-        equal_seconds: that plain decoding would have taken for the same tokens, from plain
-            steps measured live.
+        equal_seconds: of plain decoding for the same tokens, from plain steps measured live.
         decode_seconds: that the same steps did take, everything counted.
-        unknown_seconds: of steps before there was anything to compare with; in neither sum.
-        basis: "measured", "modelled" (no fresh plain steps at these batch sizes) or "unknown".
+        unknown_seconds: of steps with nothing to compare with; in neither sum.
+        basis: "measured", "modelled" or "unknown".
         speedup: ratio over the last few thousand steps; None while unknown.
         speedup_low, speedup_high: 95 % range; None until there are enough steps.
-        wasted_tokens: draft tokens that were checked for nothing.
-        rows_off: rows that decoded without a draft, by reason.
     """
 
     equal_seconds: float = 0.0
@@ -246,8 +243,8 @@ class SpeculationReport:
     speedup: float | None = None
     speedup_low: float | None = None
     speedup_high: float | None = None
-    wasted_tokens: int = 0
-    rows_off: tuple[tuple[str, int], ...] = ()
+    wasted_tokens: int = 0  # draft tokens checked for nothing
+    rows_off: tuple[tuple[str, int], ...] = ()  # rows without a draft, by reason
 
 
 @dataclass(frozen=True, slots=True)

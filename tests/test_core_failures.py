@@ -166,7 +166,7 @@ def test_a_failing_pass_fails_its_requests_and_no_others() -> None:
     """Those that wait are served after it, from a cache that holds nothing wrong."""
     prompts = clean_prompts(8, seed=5)
     requests = [ask(f"r{i}", p, 10, ignore_eos=True) for i, p in enumerate(prompts)]
-    for passes in ({1}, {2}, {4}, {7}, {1, 2}, {3, 9, 15}):
+    for passes in ({1}, {4}, {1, 2}, {3, 9, 15}):
         engine = make_engine(
             drafter="lookup", max_sequences=2, wrap=lambda r, p=passes: Failing(r, p)
         )
@@ -277,7 +277,7 @@ def soak(seed: int, **settings: Any) -> Run:
     done = Run(make_engine(**settings))
     starts = [tuple(dice.randrange(3, VOCAB) for _ in range(12)) for _ in range(3)]
     alive: list[str] = []
-    for step in range(150):
+    for step in range(90):
         if dice.random() < 0.5:
             prompt = dice.choice(starts)[: dice.randint(1, 12)] * dice.randint(1, 2)
             done.add(
@@ -309,4 +309,4 @@ def test_soak(seed: int) -> None:
         done = soak(seed, drafter=drafter, **settings())
         check_texts(done)
         assert done.preemptions
-        assert len(done.requests) > 50
+        assert len(done.requests) > 30

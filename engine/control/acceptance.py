@@ -9,8 +9,8 @@ sequences at that drafter, bucket and depth, shifted by how much better or worse
 has lately done than that mean, at whatever depth. How much of the resulting difference from
 the mean to believe is itself learnt, by regressing outcomes on it: where all sequences are
 alike, their estimates differ by chance only, and planning would prefer the lucky ones. When
-outcomes contradict an estimate in a row (code gave way to prose), the evidence from before is
-dropped.
+outcomes contradict an estimate in a row (code gave way to prose), the evidence against the
+change is dropped.
 
 A *bucket* is what a drafter knows before it drafts, such as the length of the match it would
 continue; drafters that know nothing always use bucket 0.
@@ -38,10 +38,11 @@ _OFFER_STRENGTH = 2.0
 _NOVELTY = 8.0
 
 #: Change detection (cumulative sum of surprise at depth 1): what is forgiven each time, and
-#: the sum at which the past is dropped.
+#: the sum at which the evidence against the change is dropped.
 _FORGIVEN = 0.15
 _ALARM = 2.5
 _KEPT = 0.1
+_KEPT_LEVEL = 0.3
 
 #: Steps that are noted before they are worked in, at the latest.
 _MOST_NOTED = 16
@@ -265,7 +266,7 @@ class AcceptanceModel:
             self._means.learn(at, weight, outcome[own].sum(axis=0), offer[own].sum(axis=0))
 
     def _watch(self, slots: Ints, surprise: Floats, judged: Ints) -> None:
-        """Drops the evidence of sequences whose outcomes contradict it in a row.
+        """Drops old evidence of sequences whose outcomes contradict it in a row.
 
         Args:
             surprise: accepted less expected, at depth 1, summed over steps.
@@ -273,7 +274,11 @@ class AcceptanceModel:
         """
         drift = np.stack((surprise, -surprise), axis=1) - (_FORGIVEN * judged)[:, None]
         sums = np.maximum(self._surprise[slots] + drift, 0.0)
-        alarm = sums.max(axis=1) > _ALARM
-        sums[alarm] = 0.0
+        alarms = sums > _ALARM
+        sums[alarms.any(axis=1)] = 0.0
         self._surprise[slots] = sums
-        self._counts[slots[alarm]] *= _KEPT
+        for side in (0, 1):
+            # Surprised upwards, the refusals are forgotten; downwards, what was accepted.
+            changed = slots[alarms[:, side]]
+            self._counts[changed, :, 1 - side] *= _KEPT
+            self._level[changed] *= _KEPT_LEVEL

@@ -13,12 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from engine.control.latency import CostModel, Load
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
+from engine.control.means import Floats, Ints
 
 
 @dataclass(frozen=True, slots=True)

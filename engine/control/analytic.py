@@ -52,9 +52,9 @@ def expected_tokens(acceptance: float, draft: int) -> float:
         acceptance: alpha, from 0 to 1, the same at every depth.
         draft: k, 0 or more.
     """
-    if acceptance in (0.0, 1.0):
-        return 1.0 + draft * acceptance
-    return -math.expm1((draft + 1) * math.log(acceptance)) / (1.0 - acceptance)
+    if acceptance == 1.0:
+        return draft + 1.0
+    return (1.0 - math.pow(acceptance, draft + 1)) / (1.0 - acceptance)
 
 
 def expected_tokens_by_depth(acceptances: Sequence[float]) -> float:

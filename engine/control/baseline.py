@@ -11,7 +11,8 @@ import math
 from dataclasses import dataclass
 from enum import Enum
 
-from engine.control.latency import CostModel, Load, cell_of
+from engine.control.cells import cell_of
+from engine.control.latency import CostModel, Load
 
 #: Plain steps of one batch size after which its baseline counts as measured.
 ENOUGH = 8

@@ -22,8 +22,11 @@ _VERSION = 1
 _REPEATS = 3
 _SHORT_CONTEXT = 16
 
-#: A segment of the curve that grows by more than this much is searched for a step.
-_SUSPICIOUS_GROWTH = 1.15
+#: A segment of the curve that grows by more than this share is searched for a step.
+_SUSPICIOUS_GROWTH = 0.15
+
+#: Smallest tile whose step is looked for behind a power of two.
+_TILE = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,13 +176,19 @@ def _measure_terms(
 def _find_step(session: _Session, points: dict[int, float], low: int, high: int) -> None:
     """Halves a segment until what is left is straight or a step between neighbours: tile
     sizes and captured shapes cost in steps, and a straight line would smear them."""
-    grows = points[high] > points[low] * _SUSPICIOUS_GROWTH
-    if high - low < 2 or not grows or session.over:
+    growth = points[high] - points[low]
+    if high - low < 2 or growth < _SUSPICIOUS_GROWTH * points[low] or session.over:
         return
+    # Tiles end at powers of two, and several of them in a row look straight from afar.
+    if high - low >= _TILE and low + 1 not in points:
+        points[low + 1] = session.time(low + 1, 1, _SHORT_CONTEXT)
+        if points[low + 1] - points[low] > 0.3 * growth:
+            _find_step(session, points, low + 1, high)
+            return
     middle = (low + high) // 2
     points[middle] = session.time(middle, 1, _SHORT_CONTEXT)
-    straight = points[low] + (points[high] - points[low]) * (middle - low) / (high - low)
-    if abs(points[middle] - straight) < 0.2 * (points[high] - points[low]):
+    straight = points[low] + growth * (middle - low) / (high - low)
+    if abs(points[middle] - straight) < 0.2 * growth:
         return
     _find_step(session, points, low, middle)
     _find_step(session, points, middle, high)

@@ -2,7 +2,8 @@
 
 Step times have a heavy upper tail: a first call compiles, a garbage collector pauses, another
 process takes the core. One such sample says nothing about the next step, so both estimators
-here look at the median of the last few samples. A lasting change passes after three.
+here bound what one can do: by the median of the last few, or by the size of usual errors. A
+lasting change passes in a few samples.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ _WINDOW = 5
 
 #: The first samples of a level move it by at most this factor, either way.
 _FIRST_LIMIT = 4.0
+
+#: Errors below this size are all the same.
+_SMALLEST_ERROR = 0.02
 
 #: Weights never fall below this share of what they were assumed to be, so that they can grow.
 _FLOOR = 1e-3
@@ -34,10 +38,10 @@ class Level:
         gain: weight of a new sample once there are enough.
     """
 
-    __slots__ = ("_gain", "_recent", "count", "value")
+    __slots__ = ("_assumed", "_gain", "_recent", "count", "value")
 
     def __init__(self, value: float, gain: float = 0.2) -> None:
-        self.value = value
+        self.value = self._assumed = value
         self.count = 0
         self._gain = gain
         self._recent: deque[float] = deque(maxlen=_WINDOW)
@@ -47,9 +51,11 @@ class Level:
         self._recent.append(sample)
         self.count += 1
         middle = low_median(self._recent)
-        if self.count < _WINDOW:
-            middle = min(max(middle, self.value / _FIRST_LIMIT), self.value * _FIRST_LIMIT)
-        self.value += max(self._gain, 1.0 / (self.count + 1)) * (middle - self.value)
+        if self.count <= _WINDOW:
+            bounded = min(max(middle, self._assumed / _FIRST_LIMIT), self._assumed * _FIRST_LIMIT)
+            self.value = (self._assumed + self.count * bounded) / (self.count + 1)
+        else:
+            self.value += self._gain * (middle - self.value)
 
 
 class NonNegativeLinear:
@@ -57,7 +63,8 @@ class NonNegativeLinear:
 
     Learns multiplicatively: an error is taken back by the terms in proportion to their share,
     so that a term that was not involved does not move and none changes sign. Unlike least
-    squares with forgetting it cannot run away while the features stand still.
+    squares with forgetting it cannot run away while the features stand still. An error counts
+    for at most three times the usual error.
 
     Args:
         weights: initial values, above 0.
@@ -65,33 +72,35 @@ class NonNegativeLinear:
         gain: share of a relative error that one sample corrects.
     """
 
-    __slots__ = ("_floors", "_gain", "_ratios", "count", "weights")
+    __slots__ = ("_floors", "_gain", "_usual", "count", "weights")
 
-    def __init__(self, weights: Sequence[float], known: bool = False, gain: float = 0.1) -> None:
+    def __init__(self, weights: Sequence[float], known: bool = False, gain: float = 0.2) -> None:
         self.weights = list(weights)
         self.count = 3 if known else 0
         self._floors = [weight * _FLOOR for weight in weights]
         self._gain = gain
-        self._ratios: deque[float] = deque(maxlen=_WINDOW)
+        self._usual = 0.3  # size of an error, as a logarithm
 
     def predict(self, features: Sequence[float]) -> float:
         """Seconds for these features."""
         return sum(map(float.__mul__, self.weights, map(float, features)))
 
     def update(self, features: Sequence[float], seconds: float) -> None:
-        """Learns from one measurement; an isolated outlier has no effect."""
+        """Learns from one measurement."""
         predicted = self.predict(features)
         if predicted <= 0.0:
             return
         self.count += 1
-        self._ratios.append(max(seconds, 0.0) / predicted)
-        ratio = max(low_median(self._ratios), 1e-6)
+        ratio = max(seconds / predicted, 1e-6)
         if self.count <= 3:
-            self._move([ratio] * len(self.weights))
-            self._ratios = deque((old / ratio for old in self._ratios), maxlen=_WINDOW)
+            # A first call takes too long, never too short.
+            self._move([ratio if self.count == 1 else min(ratio, 1.0)] * len(self.weights))
             return
+        error = math.log(ratio)
+        bound = 3.0 * self._usual
+        error = min(max(error, -bound), bound)
+        self._usual += 0.25 * (max(abs(error), _SMALLEST_ERROR) - self._usual)
         shares = [w * f / predicted for w, f in zip(self.weights, features, strict=True)]
-        error = math.log(min(max(ratio, 0.2), 5.0))
         step = self._gain * error / sum(share * share for share in shares)
         self._move([math.exp(min(max(step * share, -0.7), 0.7)) for share in shares])
 

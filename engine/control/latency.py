@@ -17,25 +17,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from engine.control.calibration import ASSUMED, Calibration
+from engine.control.cells import CELL_GAIN, ESTABLISHED, STALE, cell_of, isotonic
+from engine.control.draft_time import DraftTime
 from engine.control.estimates import Level, NonNegativeLinear
-
-Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
-
-_EXACT = 16
-_PER_OCTAVE = 8
-
-#: A cell is trusted, and may correct the common terms, after this many samples.
-_ESTABLISHED = 8
-
-#: The table is made anew once the cells have moved by this much.
-_STALE = 0.01
+from engine.control.means import Floats, Ints
 
 #: A cell may speak for its unvisited neighbours after this many samples.
 _HEARD = 3
+
+#: Passes after which a cell counts half against its neighbours.
+_FADING = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,14 +50,6 @@ class Load:
     attention: int
 
 
-def cell_of(count: int) -> int:
-    """The cell of a count of tokens or sequences, from 1."""
-    if count <= _EXACT:
-        return max(count, 1) - 1
-    octave = (count - 1).bit_length() - 5
-    return _EXACT + _PER_OCTAVE * octave + ((count - 1 - (_EXACT << octave)) >> (octave + 1))
-
-
 class PassTime:
     """Seconds of the target's pass.
 
@@ -79,6 +64,8 @@ class PassTime:
         self._cell_of_row = np.array([cell_of(n) for n in range(size)])
         self._last_row_of_cell = {int(cell): row for row, cell in enumerate(self._cell_of_row)}
         self._cells: dict[int, Level] = {}
+        self._seen: dict[int, int] = {}  # by cell, the number of passes at its last sample
+        self._passes = 0
         # Weights: the whole curve, then the three terms in proportion to counts.
         floor = calibration.curve[0][1]
         terms = (
@@ -86,18 +73,18 @@ class PassTime:
             max(calibration.context_seconds, 1e-9 * floor),
             max(calibration.attention_seconds, 1e-9 * floor),
         )
-        self._terms = NonNegativeLinear((1.0, *terms), known=calibration.measured, gain=0.05)
+        self._terms = NonNegativeLinear((1.0, *terms), known=calibration.measured)
         self._table = self._curve.copy()
         self._stale = 0.0
 
     @property
     def samples(self) -> int:
         """Passes learned from."""
-        return sum(cell.count for cell in self._cells.values())
+        return self._passes
 
     def table(self, load: Load, extra: int) -> Floats:
         """Seconds with 0, 1, ..., `extra` query tokens on top of `load`; never falling."""
-        if self._stale > _STALE:
+        if self._stale > STALE:
             self._rebuild()
         last = len(self._table) - 1
         rows = self._table[min(load.rows, last) : load.rows + extra + 1]
@@ -118,11 +105,13 @@ class PassTime:
         cell = self._cells.get(index)
         if cell is None:
             # Costs nothing if it is never used again: there are about a hundred cells.
-            cell = self._cells[index] = Level(self._ratio_near(index))
+            cell = self._cells[index] = Level(self._ratio_near(index), CELL_GAIN)
         rest = self._linear(load)
-        if cell.count >= _ESTABLISHED or self._terms.count < 3:
+        if cell.count >= ESTABLISHED or self._terms.count < 3:
             curve = float(self._curve[row]) * cell.value
             self._terms.update((curve, load.sequences, load.context, load.attention), seconds)
+        self._passes += 1
+        self._seen[index] = self._passes
         scale = self._terms.weights[0] * float(self._curve[row])
         before = cell.value
         cell.add(max((seconds - rest) / scale, 0.05))
@@ -143,66 +132,15 @@ class PassTime:
             return
         edges = self._curve[[self._last_row_of_cell[i] for i in heard]]
         values = (edges * [self._cells[i].value for i in heard]).tolist()
-        weights = [float(min(self._cells[i].count, 32)) for i in heard]
-        ratios = np.array(_isotonic(values, weights)) / edges
+        weights = [
+            min(self._cells[i].count, 32)
+            * max(0.5 ** ((self._passes - self._seen[i]) / _FADING), 1e-6)
+            for i in heard
+        ]
+        ratios = np.array(isotonic(values, weights)) / edges
         filled = np.interp(np.arange(self._cell_of_row[-1] + 1), heard, ratios)
         # Cells are in order now; their seams need not be.
         self._table = np.maximum.accumulate(self._curve * filled[self._cell_of_row])
-
-
-class DraftTime:
-    """Seconds one drafter takes to propose.
-
-    seconds = (per call + per sequence + per round + per token) * ratio(sequences)
-    """
-
-    def __init__(self) -> None:
-        self._terms = NonNegativeLinear((2e-5, 1e-5, 5e-6, 1e-6))
-        self._cells: dict[int, Level] = {}
-        self._ratios = np.ones(1)
-        self._stale = True
-
-    @property
-    def weights(self) -> list[float]:
-        """Seconds per call, sequence, round and token."""
-        return self._terms.weights
-
-    def seconds(self, counts: Floats) -> Floats:
-        """Elementwise over [3, n]: sequences that draft, rounds, tokens altogether."""
-        ratios = self._ratio_table(int(counts[0].max()))[counts[0].astype(np.int64)]
-        call, *others = self._terms.weights
-        result: Floats = (np.array(others) @ counts + call * (counts[0] > 0)) * ratios
-        return result
-
-    def seconds_of(self, lengths: Sequence[int]) -> float:
-        """For draft lengths above 0, one per sequence."""
-        features = _features(lengths)
-        ratio = self._ratio_table(len(lengths))[len(lengths)]
-        return float(self._terms.predict(features) * ratio)
-
-    def update(self, lengths: Sequence[int], seconds: float) -> None:
-        """Learns from one call with these allowed draft lengths, all above 0."""
-        features = _features(lengths)
-        self._terms.update(features, seconds)
-        cell = self._cells.setdefault(cell_of(len(lengths)), Level(1.0))
-        before = cell.value
-        cell.add(max(seconds, 1e-9) / self._terms.predict(features))
-        self._stale |= abs(cell.value / before - 1.0) > _STALE or cell.count == _ESTABLISHED
-
-    def _ratio_table(self, most: int) -> Floats:
-        if self._stale or most >= len(self._ratios):
-            heard = sorted(i for i, cell in self._cells.items() if cell.count >= _ESTABLISHED)
-            size = max(most + 1, len(self._ratios))
-            self._ratios = np.ones(size)
-            if heard:
-                cells = [cell_of(n) for n in range(size)]
-                self._ratios = np.interp(cells, heard, [self._cells[i].value for i in heard])
-            self._stale = False
-        return self._ratios
-
-
-def _features(lengths: Sequence[int]) -> tuple[float, float, float, float]:
-    return 1.0, float(len(lengths)), float(max(lengths)), float(sum(lengths))
 
 
 class CostModel:
@@ -278,17 +216,3 @@ class CostModel:
             },
             "passes_measured": self.target.samples,
         }
-
-
-def _isotonic(values: list[float], weights: list[float]) -> list[float]:
-    """The closest non-decreasing sequence in weighted squares: pool adjacent violators."""
-    blocks: list[tuple[float, float, int]] = []  # mean, weight, length
-    for value, weight in zip(values, weights, strict=True):
-        mean, total, length = value, weight, 1
-        while blocks and blocks[-1][0] > mean:
-            last_mean, last_weight, last_length = blocks.pop()
-            mean = (mean * total + last_mean * last_weight) / (total + last_weight)
-            total += last_weight
-            length += last_length
-        blocks.append((mean, total, length))
-    return [mean for mean, _, length in blocks for _ in range(length)]

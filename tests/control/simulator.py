@@ -230,8 +230,8 @@ class World:
         depth = max(v.accepted for v in verdicts) + 1
         sample = machine.overhead[0] + machine.overhead[1] * rows + 2e-5 * depth
         return StepStats(
-            seconds=draft + verify + sample, plan_seconds=0.0, draft_seconds=draft, verify_seconds=verify,
-            sample_seconds=sample, running=len(plan.scheduled), waiting=0,
+            seconds=draft + verify + sample, draft_seconds=draft, verify_seconds=verify,
+            sample_seconds=sample, plan_seconds=0.0, running=len(plan.scheduled), waiting=0,
             prefill_tokens=plan.prefill_tokens,
             decode_sequences=sum(bool(v.emitted) for v in verdicts),
             emitted_tokens=sum(len(v.emitted) for v in verdicts),

@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
 
 import pytest
 
-from engine.model.paths import cache_directory
-from tests.end_to_end.serving import Server, serving
-from tests.tiny import write_gguf
-
-#: Threads wait for each other in every layer, so a second one is no help on a busy machine.
-ONE_THREAD = ("--threads", "1")
+from tests.end_to_end.serving import Server, serving, serving_tiny
 
 #: Drafts at every step, whether they pay or not: these tests are about what comes of drafts.
 ALWAYS = ("--speculation", "fixed")
@@ -25,23 +18,8 @@ Serve = Callable[..., AbstractContextManager[Server]]
 
 @pytest.fixture(scope="session")
 def serve_tiny(tmp_path_factory: pytest.TempPathFactory) -> Serve:
-    """Starts servers of a tiny model, with a cache of their own but the user's kernels."""
-    directory = tmp_path_factory.mktemp("servers")
-    kernels = cache_directory() / "native"
-    kernels.mkdir(parents=True, exist_ok=True)
-    (directory / "native").symlink_to(kernels)
-    model = str(write_gguf(directory / "tiny.gguf"))
-
-    @contextlib.contextmanager
-    def serve(
-        *flags: str, environment: Mapping[str, str] | None = None, **options: Any
-    ) -> Iterator[Server]:
-        own = {"SPECSERVE_HOME": str(directory), **(environment or {})}
-        flags = ("--model", model, *ONE_THREAD, *flags)
-        with serving(directory, *flags, environment=own, **options) as server:
-            yield server
-
-    return serve
+    """Starts servers of a tiny model; takes flags."""
+    return partial(serving_tiny, tmp_path_factory.mktemp("servers"))
 
 
 @pytest.fixture(scope="session")
@@ -67,8 +45,8 @@ def tiny(tiny_float32: Server) -> Iterator[Server]:
 
 @pytest.fixture(scope="session")
 def serve_smollm2(tmp_path_factory: pytest.TempPathFactory) -> Serve:
-    """Starts servers of the default model."""
-    return partial(serving, tmp_path_factory.mktemp("smollm2"), *ONE_THREAD)
+    """Starts servers of the default model; takes flags."""
+    return partial(serving, tmp_path_factory.mktemp("smollm2"), "--threads", "1")
 
 
 @pytest.fixture(scope="session")

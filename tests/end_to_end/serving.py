@@ -21,6 +21,8 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 import loadtest
+from engine.model.paths import cache_directory
+from tests.tiny import write_gguf
 
 #: Longest wait for anything: a first start compiles the kernels and may fetch a model.
 PATIENCE = 240.0
@@ -183,6 +185,27 @@ def serving(
     finally:
         process.kill()
         process.wait()
+
+
+@contextlib.contextmanager
+def serving_tiny(
+    directory: Path, *flags: str, environment: Mapping[str, str] | None = None, **options: Any
+) -> Iterator[Server]:
+    """A server of a tiny model, with a cache in `directory` but the user's kernels.
+
+    Args:
+        options: see `serving`.
+    """
+    kernels, model = cache_directory() / "native", directory / "tiny.gguf"
+    kernels.mkdir(parents=True, exist_ok=True)
+    if not model.exists():
+        write_gguf(model)
+        (directory / "native").symlink_to(kernels)
+    own = {"SPECSERVE_HOME": str(directory), **(environment or {})}
+    # Threads wait for each other in every layer; one is quicker here, and on any busy machine.
+    flags = ("--model", str(model), "--threads", "1", *flags)
+    with serving(directory, *flags, environment=own, **options) as server:
+        yield server
 
 
 def _wait_for_url(process: subprocess.Popen[bytes], log: Path) -> str:

@@ -71,7 +71,7 @@ def neighbours() -> list[Request]:
         {"max_tokens": 1},
     ]
     return [
-        Request(f"other/{i}", PROMPT[i:] + (3, 3), SamplingParams(**wish))
+        Request(f"other/{i}", (*PROMPT[i:], 3, 3), SamplingParams(**wish))
         for i, wish in enumerate(wishes * 4)
     ]
 

@@ -65,7 +65,6 @@ def small(family: str, attention: str = "eager") -> PreTrainedModel:
 # -- what the model says, by transformers ----------------------------------------------------
 
 
-@functools.cache
 def exact_texts(prompt: Text, length: int = LENGTH, **params: Any) -> dict[Text, float]:
     """Probability of every text after `prompt`: transformers' model and processors, float32."""
     texts: dict[Text, float] = {(): 1.0}

@@ -161,7 +161,7 @@ def test_corrupted_requests_are_counted_apart_from_other_failures() -> None:
     engine = FakeEngine()
     app = make_app(engine)
     engine.fail_after = 1
-    for failure in (CorruptedLogits("not finite"), RequestFailed("something else")):
+    for failure in (CorruptedLogits(7), RequestFailed("something else")):
         engine.failure = failure
         assert complete(app).status_code == 500
     seen = samples(app)

@@ -1,0 +1,152 @@
+"""The cost model learns the machine, step by step in the literal sense."""
+
+from __future__ import annotations
+
+import math
+import random
+from itertools import pairwise
+
+import numpy as np
+import pytest
+
+from engine.control.calibration import ASSUMED, Calibration
+from engine.control.cells import cell_of
+from engine.control.draft_time import DraftTime
+from engine.control.latency import CostModel, Load, PassTime
+
+
+def load(rows: int, context: int = 0, sequences: int = 1) -> Load:
+    return Load(batch=sequences, sequences=sequences, rows=rows, context=context, attention=0)
+
+
+FLAT = Calibration(((1, 0.01), (512, 0.01)), 0.0, 0.0, 0.0)
+
+
+def test_cells_are_single_counts_first_and_eighths_of_an_octave_later() -> None:
+    cells = [cell_of(n) for n in range(1, 4097)]
+    assert cells[:16] == list(range(16))
+    assert cells == sorted(cells)
+    assert max(b - a for a, b in pairwise(cells)) == 1  # none is skipped
+    for edge in (16, 32, 64, 128, 256, 512):
+        assert cell_of(edge) != cell_of(edge + 1)  # tiles end at powers of two
+
+
+def test_a_step_that_calibration_missed_is_learnt_without_smearing() -> None:
+    model = PassTime(FLAT, 256)
+    rng = random.Random(2)
+    for _ in range(600):
+        rows = rng.choice((8, 32, 60, 64, 66, 72, 96))
+        model.update(load(rows), (0.01 if rows <= 64 else 0.02) * rng.uniform(0.98, 1.02))
+    table = model.table(load(0), 100)
+    assert table[64] == pytest.approx(0.01, rel=0.05)
+    assert table[66] == pytest.approx(0.02, rel=0.05)
+
+
+def test_the_table_never_falls() -> None:
+    model = PassTime(FLAT, 256)
+    rng = random.Random(3)
+    for _ in range(500):
+        model.update(load(rng.randint(1, 200)), rng.uniform(0.005, 0.02))
+    assert (np.diff(model.table(load(0), 256)) >= 0).all()
+
+
+def test_pauses_and_first_calls_do_not_poison_it() -> None:
+    model = PassTime(FLAT, 256)
+    for i in range(200):
+        rows = 1 + i % 4
+        first = i < 4
+        paused = i % 17 == 5
+        model.update(load(rows), 3.0 if first or paused else 0.012)
+    assert model.seconds(load(2)) == pytest.approx(0.012, rel=0.05)
+
+
+def test_a_machine_that_slows_down_is_followed_everywhere() -> None:
+    """Also at sizes that are not visited again."""
+    model = PassTime(FLAT, 256)
+    for i in range(400):
+        model.update(load((1, 4, 8, 64)[i % 4]), 0.01)
+    for i in range(120):
+        model.update(load((1, 4)[i % 2]), 0.02)
+    assert model.seconds(load(4)) == pytest.approx(0.02, rel=0.05)
+    assert model.seconds(load(64)) > 0.016
+
+
+def test_without_a_calibration_the_scale_is_found_at_once() -> None:
+    model = PassTime(ASSUMED, 256)
+    for rows in (1, 1, 1, 2):
+        model.update(load(rows), 3e-4)
+    assert model.seconds(load(1)) == pytest.approx(3e-4, rel=0.1)
+
+
+def test_context_is_told_from_tokens() -> None:
+    model = PassTime(Calibration(((1, 0.01), (512, 0.05)), 0.0, 5e-7, 0.0), 512)
+    rng = random.Random(4)
+    for i in range(1500):
+        context = 100 * (i % 40)
+        model.update(load(4, context), (0.01 + 2e-6 * context) * rng.uniform(0.98, 1.02))
+    assert model.seconds(load(4, 4000)) == pytest.approx(0.018, rel=0.1)
+    assert model.seconds(load(4, 0)) == pytest.approx(0.010, rel=0.15)
+
+
+def test_it_answers_beyond_the_most_that_a_pass_may_have() -> None:
+    model = PassTime(Calibration(((1, 0.01), (64, 0.02)), 0.0, 0.0, 0.0), 64)
+    table = model.table(load(60), 10)
+    assert len(table) == 11
+    assert (np.diff(table) >= 0).all()
+    model.update(load(500), 0.1)  # no error
+
+
+def test_memory_is_bounded() -> None:
+    model = PassTime(FLAT, 4096)
+    for rows in range(1, 20_000):
+        model.update(load(rows), 0.01)
+    assert len(model._cells) <= 16 + 8 * 8
+
+
+def test_draft_rounds_of_a_model_are_learnt_from_totals() -> None:
+    """One call, rounds and sequences are not measured apart, but follow from varied lengths."""
+    drafter = DraftTime()
+    rng = random.Random(5)
+
+    def truth(lengths: list[int]) -> float:
+        return 1e-3 + 2e-3 * max(lengths) + 1e-4 * sum(lengths)
+
+    for _ in range(1500):
+        lengths = [rng.randint(1, 6) for _ in range(rng.choice((1, 2, 4, 8)))]
+        drafter.update(lengths, truth(lengths) * rng.uniform(0.97, 1.03))
+    for lengths in ([1], [6], [3, 3, 3, 3], [6] * 8):
+        assert drafter.seconds_of(lengths) == pytest.approx(truth(lengths), rel=0.2)
+    counts = np.array([[0.0, 1.0], [0.0, 6.0], [0.0, 6.0]])
+    assert drafter.seconds(counts)[0] == 0.0
+    assert drafter.seconds(counts)[1] == pytest.approx(drafter.seconds_of([6]))
+
+
+def test_of_two_drafters_each_is_held_to_its_share() -> None:
+    costs = CostModel()
+    for _ in range(50):
+        costs.observe_drafts({"model": [4, 4]}, 8e-3)
+        costs.observe_drafts({"lookup": [4]}, 4e-5)
+    for _ in range(50):
+        costs.observe_drafts({"model": [4, 4], "lookup": [4]}, 8.04e-3)
+    assert costs.draft("model").seconds_of([4, 4]) == pytest.approx(8e-3, rel=0.1)
+    assert costs.draft("lookup").seconds_of([4]) == pytest.approx(4e-5, rel=0.3)
+
+
+def test_overhead_is_measured_not_assumed_to_be_nothing() -> None:
+    costs = CostModel()
+    for i in range(400):
+        batch = (1, 8, 32)[i % 3]
+        costs.observe_overhead(batch, 0, 0, 1e-3 + 1e-4 * batch)
+    for _ in range(200):
+        costs.observe_overhead(8, 16, 4, 1e-3 + 8e-4 + 16 * 5e-5)
+    assert costs.overhead(8) == pytest.approx(1.8e-3, rel=0.1)
+    assert costs.extra(np.array([16.0]), np.array([4.0]))[0] == pytest.approx(8e-4, rel=0.3)
+    assert costs.plain_seconds(load(8, sequences=8)) > 1.8e-3
+
+
+def test_the_description_is_plain_data() -> None:
+    costs = CostModel()
+    costs.draft("lookup")
+    described = costs.describe()
+    assert set(described["pass_ms_by_tokens"]) >= {1, 8, 256}  # type: ignore[call-overload]
+    assert all(math.isfinite(v) for v in described["pass_ms_by_tokens"].values())  # type: ignore[attr-defined]
