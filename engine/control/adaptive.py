@@ -154,8 +154,9 @@ class AdaptivePlanner:
         if step is None or step.plan is not plan:
             return Gain()
         drafted = [verdict.drafted for verdict in verdicts]
-        gain = self._measure(step, sum(drafted), stats)
+        # Costs first: the baseline is measured against their scale, which the first steps set.
         self._learn_costs(step, drafted, stats)
+        gain = self._measure(step, sum(drafted), stats)
         self._learn_acceptance(step, verdicts)
         self._count(step, verdicts)
         self._aside = self.options.clock() - began

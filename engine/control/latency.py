@@ -132,10 +132,10 @@ class PassTime:
             return
         edges = self._curve[[self._last_row_of_cell[i] for i in heard]]
         values = (edges * [self._cells[i].value for i in heard]).tolist()
+        ages = [self._passes - self._seen[i] for i in heard]
         weights = [
-            min(self._cells[i].count, 32)
-            * max(0.5 ** ((self._passes - self._seen[i]) / _FADING), 1e-6)
-            for i in heard
+            min(self._cells[i].count, 32) * 0.5 ** min(age / _FADING, 20.0)
+            for i, age in zip(heard, ages, strict=True)
         ]
         ratios = np.array(isotonic(values, weights)) / edges
         filled = np.interp(np.arange(self._cell_of_row[-1] + 1), heard, ratios)

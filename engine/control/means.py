@@ -33,7 +33,7 @@ class Means:
     Attributes:
         acceptance: [drafters, buckets, depth], that a token is accepted if all before it are;
             shrunk to `pooled`.
-        pooled: [drafters, depth], the same over all buckets.
+        pooled: [drafters, depth], the same over all buckets; shrunk to the mean over depths.
         offer: [drafters, depth], that so many tokens are offered if asked for.
     """
 
@@ -91,8 +91,12 @@ class Means:
     def refresh(self) -> None:
         """Works out the means."""
         pooled = self._outcomes.sum(axis=1)
+        total = pooled.sum(axis=2)
         prior = _ASSUMED_WEIGHT * _ASSUMED_ACCEPTANCE
-        self.pooled: Floats = (pooled[:, 0] + prior) / (pooled.sum(axis=1) + _ASSUMED_WEIGHT)
+        overall = (total[:, :1] + prior) / (total.sum(axis=1, keepdims=True) + _ASSUMED_WEIGHT)
+        # A depth that was never reached is taken to be like the others.
+        known = pooled[:, 0] + _ASSUMED_WEIGHT * overall
+        self.pooled: Floats = known / (pooled.sum(axis=1) + _ASSUMED_WEIGHT)
         shrunk = self._outcomes[:, :, 0] + _ASSUMED_WEIGHT * self.pooled[:, None]
         self.acceptance: Floats = shrunk / (self._outcomes.sum(axis=2) + _ASSUMED_WEIGHT)
         prior = _ASSUMED_WEIGHT * _ASSUMED_OFFER
