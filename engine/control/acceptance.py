@@ -18,12 +18,13 @@ continue; drafters that know nothing always use bucket 0.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import groupby
+from operator import attrgetter
 
 import numpy as np
 
 from engine.control.means import NUM_BUCKETS, Floats, Ints, Means, longer
+from engine.control.outcomes import Outcomes
 from engine.sequence import Sequence
 
 _DISCOUNT = 0.97  # of a sequence's evidence, per judged token
@@ -48,48 +49,28 @@ _KEPT_LEVEL = 0.3
 _MOST_NOTED = 16
 
 
-@dataclass(frozen=True, slots=True)
-class Outcomes:
-    """What became of the drafts of one step; lists with one entry per sequence.
-
-    Attributes:
-        slots, buckets: that the estimates came from; no slot twice.
-        expected: the acceptance at depth 1 that was estimated.
-        allowed: draft tokens asked for; 0 = none, and nothing is learnt.
-        drafted: draft tokens judged.
-        accepted: of these.
-        refused: whether the token after the accepted ones was refused (not cut off).
-    """
-
-    slots: list[int]
-    buckets: list[int]
-    expected: list[float]
-    allowed: list[int]
-    drafted: list[int]
-    accepted: list[int]
-    refused: list[bool]
-
-
 class AcceptanceModel:
     """Acceptance by (sequence, drafter, bucket, depth).
 
     Memory is bounded by the sequences that are alive at once: `release` frees a slot.
-    Outcomes are noted and worked in when an estimate is asked for, many at a time.
+    Outcomes are noted, and worked in by `settle`, many at a time.
 
     Args:
         depth: longest draft.
 
     Attributes:
         outcomes: drafts learnt from.
+        surprises: drafts since the last `settle` whose first token fared unlike its estimate.
     """
 
     def __init__(self, depth: int) -> None:
         self.depth = max(1, depth)
         self._depths = np.arange(self.depth)
-        self.outcomes = 0
+        self.outcomes = self.surprises = 0
         self._noted: list[Outcomes] = []
         self._slots: dict[Sequence, dict[str, int]] = {}
         self._free: list[int] = []
+        self._leaving: list[int] = []  # released, but outcomes may still be noted
         # By slot, pairs of sums: (accepted, refused), (outcome minus mean, judged),
         # (offered, asked), (surprise upwards, downwards).
         self._counts = np.zeros((0, NUM_BUCKETS, 2, self.depth))
@@ -118,19 +99,20 @@ class AcceptanceModel:
 
     def release(self, sequence: Sequence) -> None:
         """Forgets a sequence."""
-        self._free.extend(self._slots.pop(sequence, {}).values())
+        self._leaving.extend(self._slots.pop(sequence, {}).values())
 
     def note(self, outcomes: Outcomes) -> None:
         """Takes what became of a step's drafts."""
         self._noted.append(outcomes)
         self.outcomes += sum(map(bool, outcomes.allowed))
+        self.surprises += outcomes.surprises
         if len(self._noted) >= _MOST_NOTED:
-            self._settle()
+            self.settle()
 
     def estimate(self, slots: Ints, buckets: Ints) -> tuple[Floats, Floats]:
         """Per sequence and depth [R, depth]: the probability that a token is accepted if all
-        before it are, and the probability that the drafter offers that many tokens."""
-        self._settle()
+        before it are, and the probability that the drafter offers that many tokens; as of the
+        last `settle`."""
         drafters = self._drafter[slots]
         mean = self._means.acceptance[drafters, buckets]
         own = self._own(slots, buckets)
@@ -142,7 +124,7 @@ class AcceptanceModel:
 
     def describe(self) -> dict[str, list[dict[str, float]]]:
         """By drafter: acceptance at each depth, and how many judged tokens it rests on."""
-        self._settle()
+        self.settle()
         table: dict[str, list[dict[str, float]]] = {}
         for index, name in enumerate(self._means.names):
             columns = zip(self._means.pooled[index], self._means.weight(index), strict=True)
@@ -154,14 +136,15 @@ class AcceptanceModel:
 
     def typical(self, drafter: str) -> tuple[Floats, Floats]:
         """Acceptance and offer by depth of a sequence that nothing is known of yet."""
-        self._settle()
+        self.settle()
         index = self._means.index(drafter)
         return self._means.pooled[index], np.minimum.accumulate(self._means.offer[index])
 
     # -- slots ---------------------------------------------------------------------------
 
     def _open(self, drafter: str) -> int:
-        self._settle()  # or outcomes of the slot's last owner would count for the next
+        if not self._free:
+            self.settle()
         if not self._free:
             self._resize(2 * len(self._drafter))
         slot = self._free.pop()
@@ -182,13 +165,18 @@ class AcceptanceModel:
 
     # -- learning ------------------------------------------------------------------------
 
-    def _settle(self) -> None:
+    def settle(self) -> None:
         """Works in what was noted, steps of the same sequences together."""
         noted, self._noted = self._noted, []
-        for _, steps in groupby(noted, key=lambda step: (step.slots, step.buckets)):
+        who = attrgetter("slots", "buckets")
+        noted.sort(key=who)
+        for _, steps in groupby(noted, key=who):
             self._learn(list(steps))
         if noted:
             self._means.refresh()
+        self._free.extend(self._leaving)
+        self._leaving.clear()
+        self.surprises = 0
 
     def _learn(self, steps: list[Outcomes]) -> None:
         slots, buckets = np.array(steps[0].slots), np.array(steps[0].buckets)

@@ -9,19 +9,25 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from enum import Enum
 
-from engine.control.acceptance import AcceptanceModel, Outcomes
+from engine.control.acceptance import AcceptanceModel
 from engine.control.baseline import Baseline, Basis
 from engine.control.calibration import Calibration
 from engine.control.decision import Decider
 from engine.control.explore import Explorer
 from engine.control.guard import Guard
 from engine.control.latency import CostModel
+from engine.control.outcomes import Outcomes
 from engine.control.speedup import Gain, Meter
 from engine.control.step import OffReason, Outlook, PendingStep, read_step
 from engine.draft.drafter import Verdict
 from engine.scheduler import StepPlan
 from engine.sequence import Sequence, Status
 from engine.types import StepStats
+
+#: After the first steps, costs are learnt from plain steps and from every third other one:
+#: learning costs time, too.
+_LEARN_ALL = 200
+_LEARN_EACH = 3
 
 
 class Mode(Enum):
@@ -155,7 +161,8 @@ class AdaptivePlanner:
             return Gain()
         drafted = [verdict.drafted for verdict in verdicts]
         # Costs first: the baseline is measured against their scale, which the first steps set.
-        self._learn_costs(step, drafted, stats)
+        if self.steps <= _LEARN_ALL or self.steps % _LEARN_EACH == 0 or not any(drafted):
+            self._learn_costs(step, drafted, stats)
         gain = self._measure(step, sum(drafted), stats)
         self._learn_acceptance(step, verdicts)
         self._count(step, verdicts)

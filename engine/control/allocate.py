@@ -10,9 +10,10 @@ lossless.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
 from engine.control.latency import CostModel, Load
 from engine.control.means import Floats, Ints
@@ -25,7 +26,7 @@ class Candidates:
     Attributes:
         acceptance: [R, J] that a token is accepted if all before it are.
         offers: [R, J] that the drafter offers that many tokens; never rising.
-        limits: [R] most draft tokens, at least 1.
+        limits: [R] most draft tokens.
         drafters: one name per sequence.
     """
 
@@ -89,23 +90,48 @@ def allocate(rows: Candidates, decode: Load, whole: Load, costs: CostModel) -> A
             is worth what it takes in pure decoding, and only what drafts add is weighed.
         costs: of this machine.
     """
-    queue = _Queue(rows)
-    tokens = decode.batch + queue.gains
+    priced = [_price(_Queue(part), decode, whole, costs) for part in _portfolios(rows)]
+    token_seconds = min(float((p.alone / p.tokens).min()) for p in priced)
+    scores = [p.tokens * token_seconds - p.together for p in priced]
+    score, chosen = max(zip(scores, priced, strict=True), key=lambda pair: float(pair[0].max()))
+    best = int(score.argmax())
+    return Allocation(
+        lengths=chosen.queue.lengths(best),
+        tokens=float(chosen.tokens[best]),
+        seconds=float(chosen.together[best]),
+        plain_seconds=float(chosen.together[0]),
+        token_seconds=token_seconds,
+        saved_seconds=float(score[best] - score[0]),
+        chance=float(chosen.queue.chances[best]),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Priced:
+    """A queue with expected tokens and seconds of every front part of it."""
+
+    queue: _Queue
+    tokens: Floats
+    alone: Floats  # seconds without the prefill
+    together: Floats
+
+
+def _price(queue: _Queue, decode: Load, whole: Load, costs: CostModel) -> _Priced:
     aside = costs.overhead(decode.batch) + queue.draft_seconds(costs)
     alone = aside + queue.pass_seconds(costs, decode)
     together = alone if whole == decode else aside + queue.pass_seconds(costs, whole)
-    token_seconds = float((alone / tokens).min())
-    value = tokens * token_seconds - together
-    best = int(value.argmax())
-    return Allocation(
-        lengths=queue.lengths(best),
-        tokens=float(tokens[best]),
-        seconds=float(together[best]),
-        plain_seconds=float(together[0]),
-        token_seconds=token_seconds,
-        saved_seconds=float(value[best] - value[0]),
-        chance=float(queue.chances[best]),
-    )
+    return _Priced(queue, decode.batch + queue.gains, alone, together)
+
+
+def _portfolios(rows: Candidates) -> list[Candidates]:
+    """With all drafters, and with each of them alone: where one is so dear that it does not
+    pay, it must not stand in the others' way."""
+    names = set(rows.drafters)
+    if len(names) == 1:
+        return [rows]
+    drafters = np.array(rows.drafters)
+    alone = [replace(rows, limits=rows.limits * (drafters == name)) for name in sorted(names)]
+    return [rows, *alone]
 
 
 def margins(
@@ -182,19 +208,26 @@ class _Queue:
 
     def draft_seconds(self, costs: CostModel) -> Floats:
         """Seconds of drafting and of longer sampling, for every front part."""
-        counts = np.zeros((3, len(self.levels)))  # sequences, rounds, tokens
-        deepest = np.maximum.accumulate(self._depth + 1.0)
-        result = self.chances * costs.extra(self.levels, np.append(0.0, deepest))
         names = set(self._rows.drafters)
+        counts = self._counts(None)
+        result = costs.extra(self.levels * self.chances, counts[1] * self.chances)
+        if len(names) == 1:
+            result += costs.draft(*names).seconds(counts)
+            return result
+        drafters = np.array(self._rows.drafters)
         for name in names:
-            own = np.ones(len(self._row), dtype=bool)
-            if len(names) > 1:
-                own = np.array([drafter == name for drafter in self._rows.drafters])[self._row]
-            (own & (self._depth == 0)).cumsum(out=counts[0, 1:])
-            np.maximum.accumulate(own * (self._depth + 1.0), out=counts[1, 1:])
-            own.cumsum(out=counts[2, 1:])
-            result += costs.draft(name).seconds(counts)
+            result += costs.draft(name).seconds(self._counts((drafters == name)[self._row]))
         return result
+
+    def _counts(self, own: NDArray[np.bool_] | None) -> Floats:
+        """[3, front parts]: sequences that draft, rounds, tokens; of `own` tokens or all."""
+        counts = np.zeros((3, len(self.levels)))
+        depth = self._depth + 1
+        taken = np.ones_like(depth) if own is None else own.astype(np.int64)
+        (taken * (depth == 1)).cumsum(out=counts[0, 1:])
+        np.maximum.accumulate(taken * depth, out=counts[1, 1:])
+        taken.cumsum(out=counts[2, 1:])
+        return counts
 
 
 def _next_pass_seconds(costs: CostModel, load: Load, level: int) -> float:

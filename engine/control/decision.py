@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -15,12 +15,16 @@ from engine.sequence import Sequence
 #: Expected gain at which speculation is taken up; it is kept while there is any.
 _WORTH_STARTING = 0.02
 
-#: A decision is kept for so many steps of the same sequences: estimates move slowly, and
-#: deciding costs time.
-_KEPT_STEPS = 4
+#: Estimates, and decisions on the same sequences, are kept for so many steps: they move slowly,
+#: and deciding costs time. Two surprises end that early.
+_KEPT_STEPS = 12
+_SURPRISES = 2
 
 #: Outcomes of drafts before which every step is decided anew.
 _SETTLED = 32
+
+#: Decisions that are kept at once; they differ in what the drafters know beforehand.
+_MOST_KEPT = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +38,6 @@ class Decision:
         lengths: of each; all 0 if `best` is not worth it.
         rows: with all that is known of them.
         best: the best allocation.
-        expires: the step from which it must be made anew.
     """
 
     sequences: list[Sequence]
@@ -45,7 +48,12 @@ class Decision:
     lengths: list[int]
     rows: Candidates
     best: Allocation
-    expires: int
+
+    def within(self, limits: list[int]) -> Decision:
+        """The same for other limits: near the end of a text they shrink with every step."""
+        lengths = [min(pair) for pair in zip(self.lengths, limits, strict=True)]
+        rows = replace(self.rows, limits=np.minimum(np.array(limits), self.rows.offers.shape[1]))
+        return replace(self, limits=limits, lengths=lengths, rows=rows)
 
 
 class Decider:
@@ -59,7 +67,8 @@ class Decider:
     def __init__(self, acceptance: AcceptanceModel, costs: CostModel) -> None:
         self._acceptance = acceptance
         self._costs = costs
-        self._last: Decision | None = None
+        self._kept: dict[tuple[int, ...], Decision] = {}  # by buckets
+        self._until = 0  # the step from which nothing that was kept counts
         self._speculating: set[int] = set()  # octaves of batch size
 
     def decide(
@@ -73,18 +82,21 @@ class Decider:
             sequences: of its rows.
             limits: most draft tokens of each, at least 1.
         """
-        last = self._last
-        if (
-            last is not None
-            and number < last.expires
-            and not step.has_prefill
-            and last.limits == limits
-            and last.buckets == step.buckets
-            and last.sequences == sequences
-        ):
-            return last
-        self._last = self._make(step, number, sequences, limits)
-        return self._last
+        model = self._acceptance
+        if number >= self._until or model.surprises >= _SURPRISES * len(sequences):
+            model.settle()
+            self._kept.clear()
+            self._until = number + (_KEPT_STEPS if model.outcomes >= _SETTLED else 1)
+        key = tuple(step.buckets)
+        old = None if step.has_prefill else self._kept.get(key)
+        if old is not None and old.sequences == sequences:
+            return old if old.limits == limits else old.within(limits)
+        decision = self._make(step, sequences, limits)
+        if not step.has_prefill:  # its size differs from step to step
+            if len(self._kept) >= _MOST_KEPT:
+                self._kept.clear()
+            self._kept[key] = decision
+        return decision
 
     def margins(self, decision: Decision, step: PendingStep) -> Margins:
         """Of one more draft token for each sequence of a decision."""
@@ -109,9 +121,7 @@ class Decider:
         load = Load(batch, batch, batch, batch * context, batch * context)
         return allocate(rows, load, load, self._costs)
 
-    def _make(
-        self, step: PendingStep, number: int, sequences: list[Sequence], limits: list[int]
-    ) -> Decision:
+    def _make(self, step: PendingStep, sequences: list[Sequence], limits: list[int]) -> Decision:
         slots = [self._acceptance.slot(s, s.drafter) for s in sequences]
         acceptance, offers = self._acceptance.estimate(np.array(slots), np.array(step.buckets))
         rows = Candidates(
@@ -132,7 +142,6 @@ class Decider:
             lengths=lengths.tolist(),
             rows=rows,
             best=best,
-            expires=number + self._kept_steps(step),
         )
 
     def _worth_it(self, batch: int, best: Allocation) -> bool:
@@ -144,8 +153,3 @@ class Decider:
         worth = bool(best.lengths.any()) and best.gain > bar
         (self._speculating.add if worth else self._speculating.discard)(octave)
         return worth
-
-    def _kept_steps(self, step: PendingStep) -> int:
-        if step.has_prefill:  # its size differs from step to step
-            return 0
-        return _KEPT_STEPS if self._acceptance.outcomes >= _SETTLED else 1

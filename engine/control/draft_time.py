@@ -30,9 +30,12 @@ class DraftTime:
 
     def seconds(self, counts: Floats) -> Floats:
         """Elementwise over [3, n]: sequences that draft, rounds, tokens altogether."""
-        ratios = self._ratio_table(int(counts[0].max()))[counts[0].astype(np.int64)]
+        sequences = counts[0].astype(np.int64)
+        ratios = self._ratio_table(int(sequences.max()))[sequences]
         call, *others = self._terms.weights
-        result: Floats = (np.array(others) @ counts + call * (counts[0] > 0)) * ratios
+        result: Floats = np.array(others) @ counts
+        result += call * (sequences > 0)
+        result *= ratios
         return result
 
     def seconds_of(self, lengths: Sequence[int]) -> float:

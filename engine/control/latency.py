@@ -96,7 +96,10 @@ class PassTime:
 
     def seconds(self, load: Load) -> float:
         """Seconds of the pass itself."""
-        return float(self.table(load, 0)[0])
+        if self._stale > STALE:
+            self._rebuild()
+        rows = min(load.rows, len(self._table) - 1)
+        return self._terms.weights[0] * float(self._table[rows]) + self._linear(load)
 
     def update(self, load: Load, seconds: float) -> None:
         """Learns from one measured pass."""

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from engine.cache.pages import PageTable
-from engine.control.acceptance import AcceptanceModel, Outcomes
+from engine.control.acceptance import AcceptanceModel
+from engine.control.outcomes import Outcomes
 from engine.sequence import Sequence
 from engine.types import Request
 
@@ -21,6 +22,7 @@ def play(
     model: AcceptanceModel, slot: int, draft: int, accepted: int, bucket: int = 0, cut: bool = False
 ) -> None:
     """One draft: judged, `accepted` kept, the next one refused unless cut off."""
+    model.settle()
     estimate, _ = model.estimate(np.array([slot]), np.array([bucket]))
     refused = accepted < draft and not cut
     model.note(
@@ -29,6 +31,7 @@ def play(
 
 
 def acceptance(model: AcceptanceModel, slot: int, bucket: int = 0) -> list[float]:
+    model.settle()
     estimate, _ = model.estimate(np.array([slot]), np.array([bucket]))
     return [float(p) for p in estimate[0]]
 
@@ -135,6 +138,7 @@ def test_a_drafter_that_stays_silent_is_known_to() -> None:
     slot = model.slot(make_sequence(), "lookup")
     for _ in range(40):
         model.note(Outcomes([slot], [0], [0.6], [4], [0], [0], [False]))
+    model.settle()
     _, offers = model.estimate(np.array([slot]), np.array([0]))
     assert offers[0, 0] < 0.1
     assert (np.diff(offers[0]) <= 0).all()

@@ -1,0 +1,274 @@
+"""The planner as the engine sees it: modes, limits, reasons, memory, and its own cost."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+
+from engine.cache.pages import TARGET, PageTable
+from engine.control.adaptive import AdaptivePlanner, Mode, PlannerOptions
+from engine.control.baseline import Basis
+from engine.control.planner import FixedPlanner
+from engine.control.speedup import Gain
+from engine.control.status import status
+from engine.control.step import OffReason
+from engine.draft.drafter import Verdict
+from engine.scheduler import ScheduledSequence, StepPlan
+from engine.sequence import Sequence, Status
+from engine.types import Request, SamplingParams, StepStats
+from tests.control.simulator import A10, LAPTOP, Fixed, World, bursty, constant, planner_for
+
+
+def make_sequence(
+    drafter: str = "lookup", max_draft: int = 8, room: int = 100, prompt: int = 10
+) -> Sequence:
+    """A decoding sequence."""
+    request = Request("r", (1,) * prompt, SamplingParams(max_tokens=1 + room))
+    sequence = Sequence(request, 0, 0, 0, PageTable(""), drafter, max_draft, prompt + 1 + room)
+    sequence.append([5])
+    sequence.table.num_cached[TARGET] = prompt
+    return sequence
+
+
+def make_plan(*parts: ScheduledSequence) -> StepPlan:
+    return StepPlan(parts, 0, 0, 0)
+
+
+def decodes(*sequences: Sequence, budget: int = 8) -> StepPlan:
+    return make_plan(
+        *(
+            ScheduledSequence(s, 1, True, max(0, min(s.max_draft, s.room - 1, budget)))
+            for s in sequences
+        )
+    )
+
+
+def make_stats(seconds: float = 0.02, emitted: int = 1) -> StepStats:
+    return StepStats(
+        seconds=seconds, draft_seconds=0.0, verify_seconds=seconds * 0.9,
+        sample_seconds=seconds * 0.1, running=1, waiting=0, prefill_tokens=0,
+        decode_sequences=1, emitted_tokens=emitted, drafted_by_position=(),
+        accepted_by_position=(), pages_used=0, pages_total=1, preemptions=0,
+        prefix_query_tokens=0, prefix_hit_tokens=0,
+    )  # fmt: skip
+
+
+def step(
+    planner: AdaptivePlanner, plan: StepPlan, right: bool = True, dear: float = 0.0
+) -> list[int]:
+    """One step in which every draft token is right, or none; each costs `dear` plain steps."""
+    lengths = planner.choose(plan)
+    verdicts = []
+    for part, length in zip(plan.scheduled, lengths, strict=True):
+        accepted = length if right else 0
+        emitted = [5] * (accepted + 1) if part.samples else []
+        verdicts.append(Verdict(emitted, length, accepted))
+    seconds = 0.02 * (1 + dear * sum(lengths))
+    emitted = sum(len(v.emitted) for v in verdicts)
+    planner.observe(plan, verdicts, make_stats(seconds, emitted))
+    return lengths
+
+
+def make_planner(mode: Mode = Mode.AUTO) -> AdaptivePlanner:
+    return planner_for(A10, mode)
+
+
+def test_without_any_data_it_starts_to_speculate() -> None:
+    planner = AdaptivePlanner(PlannerOptions(depth=8, clock=lambda: 0.0))
+    assert planner.choose(decodes(make_sequence()))[0] > 0
+
+
+def test_limits_of_each_sequence_hold() -> None:
+    planner = make_planner()
+    sequences = [make_sequence(max_draft=n) for n in (0, 1, 2, 8)]
+    for _ in range(300):
+        for length, sequence in zip(step(planner, decodes(*sequences)), sequences, strict=True):
+            assert 0 <= length <= sequence.max_draft
+
+
+def test_one_request_does_not_change_another() -> None:
+    """A request that switched speculation off leaves its neighbour's drafts as they were."""
+    alone, mixed = make_planner(), make_planner()
+    first, second = make_sequence(), make_sequence()
+    with_off = decodes(second, make_sequence(max_draft=0))
+    for _ in range(50):
+        step(alone, decodes(first))
+        lengths = step(mixed, with_off)
+        assert lengths[1] == 0
+    assert mixed.choose(with_off)[0] >= 7
+    assert alone.choose(decodes(first))[0] >= 7
+
+
+def test_every_reason_is_told_and_counted() -> None:
+    planner = replace_options(make_planner(), outlooks={"quiet": lambda _: None})
+    plan = make_plan(
+        *decodes(
+            make_sequence(max_draft=0),
+            make_sequence(drafter="none"),
+            make_sequence(room=1),
+            make_sequence(drafter="quiet"),
+        ).scheduled,
+        ScheduledSequence(make_sequence(), 1, True, 0),
+    )
+    step(planner, plan)
+    assert planner.off_reasons == {
+        OffReason.REQUEST: 1,
+        OffReason.NO_DRAFTER: 1,
+        OffReason.LAST_TOKEN: 1,
+        OffReason.NO_PROPOSAL: 1,
+        OffReason.NO_BUDGET: 1,
+    }
+
+
+def replace_options(planner: AdaptivePlanner, **changes: object) -> AdaptivePlanner:
+    return AdaptivePlanner(replace(planner.options, **changes))  # type: ignore[arg-type]
+
+
+def test_an_empty_proposal_is_no_proposal() -> None:
+    planner, sequence = make_planner(), make_sequence()
+    plan = decodes(sequence)
+    assert planner.choose(plan)[0] > 0
+    planner.observe(plan, [Verdict([5], 0, 0)], make_stats())
+    assert planner.off_reasons == {OffReason.NO_PROPOSAL: 1}
+    assert planner.wasted_tokens == 0
+
+
+def test_off_is_off_and_its_speed_up_is_one() -> None:
+    planner, sequence = make_planner(Mode.OFF), make_sequence()
+    for _ in range(100):
+        assert step(planner, decodes(sequence)) == [0]
+    assert planner.off_reasons == {OffReason.SERVER: 100}
+    assert planner.meter.speedup().ratio == 1.0
+
+
+def test_fixed_follows_orders_but_for_plain_steps_to_measure() -> None:
+    planner, sequence = make_planner(Mode.FIXED), make_sequence()
+    lengths = [step(planner, decodes(sequence), right=False)[0] for _ in range(1000)]
+    assert set(lengths) == {0, 8}
+    assert 8 <= lengths.count(0) <= 50
+    assert planner.off_reasons == {OffReason.SHADOW: lengths.count(0)}
+    assert planner.wasted_tokens == 8 * lengths.count(8)
+
+
+def test_pure_prefill_steps_are_none_of_its_business() -> None:
+    planner = make_planner()
+    plan = make_plan(ScheduledSequence(make_sequence(prompt=64), 64, False))
+    assert planner.choose(plan) == [0]
+    assert planner.observe(plan, [Verdict([], 0, 0)], make_stats()) == Gain()
+    assert planner.meter.seconds == 0.0
+    assert not planner.off_reasons
+
+
+def test_the_last_prefill_chunk_is_not_a_missed_draft() -> None:
+    planner = make_planner()
+    request = Request("r", (1,) * 8)
+    sequence = Sequence(request, 0, 0, 0, PageTable(""), "lookup", 8, 100)
+    step(planner, make_plan(ScheduledSequence(sequence, 8, True)))
+    assert not planner.off_reasons
+
+
+def test_a_failed_step_teaches_nothing() -> None:
+    planner, sequence = make_planner(), make_sequence()
+    planner.choose(decodes(sequence))
+    assert planner.observe(decodes(sequence), [Verdict([5], 8, 0)], make_stats()) == Gain()
+    assert planner.acceptance.outcomes == 0
+    step(planner, decodes(sequence))
+    assert planner.acceptance.outcomes == 1
+
+
+def test_what_an_outlook_tells_is_used() -> None:
+    """Short matches are wrong, long ones right: only the long ones are drafted from."""
+    bucket = 0
+    planner = replace_options(planner_for(LAPTOP), outlooks={"lookup": lambda _: bucket}, seed=1)
+    sequence = make_sequence()
+    drafted = {0: 0, 4: 0}
+    for n in range(800):
+        bucket = 4 * (n % 2)
+        length = step(planner, decodes(sequence), right=bucket == 4, dear=0.2)[0]
+        drafted[bucket] += length * (n >= 200)
+    assert drafted[4] > 1000
+    assert drafted[0] < 60
+
+
+def test_memory_is_bounded_by_the_sequences_alive() -> None:
+    planner = make_planner()
+    world = World(A10, bursty, batch=4)
+    world.length = 12
+    world.run(planner, 4000)  # some 330 sequences
+    for _, sequence in world._live:
+        planner.release(sequence)
+    assert planner.acceptance.num_slots == 0
+    assert planner.explorer.num_sequences == 0
+    assert planner.meter.num_requests == 0
+    assert len(planner.acceptance._drafter) == 8
+
+
+def test_a_sequence_that_ended_in_the_step_does_not_come_back() -> None:
+    planner, sequence = make_planner(), make_sequence()
+    plan = decodes(sequence)
+    lengths = planner.choose(plan)
+    sequence.status = Status.FINISHED
+    planner.release(sequence)
+    planner.observe(plan, [Verdict([5] * (lengths[0] + 1), lengths[0], lengths[0])], make_stats())
+    assert planner.meter.num_requests == 0
+    assert planner.explorer.num_sequences == 0
+    assert planner.acceptance.num_slots == 0
+
+
+def test_what_the_planner_costs_is_charged() -> None:
+    """A clock that advances by a millisecond a look: planning and observing take one each."""
+    now = 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += 0.001
+        return now
+
+    planner = replace_options(make_planner(), clock=clock)
+    sequence = make_sequence(max_draft=0)
+    for _ in range(200):
+        step(planner, decodes(sequence))
+    # 20 ms a step with choosing in it, and 1 ms of observing the step before.
+    assert planner.meter.speedup().ratio == pytest.approx(19 / 21, abs=0.002)
+
+
+def test_the_fixed_planner_measures_nothing() -> None:
+    planner, sequence = FixedPlanner(), make_sequence()
+    plan = decodes(sequence)
+    assert planner.choose(plan) == [8]
+    assert planner.observe(plan, [Verdict([5], 8, 0)], make_stats()).basis is Basis.UNKNOWN
+    planner.release(sequence)
+
+
+def test_the_status_is_plain_data_and_says_why() -> None:
+    planner = planner_for(LAPTOP)
+    World(LAPTOP, constant(0.6), batch=2).run(planner, 1500)
+    told = json.loads(json.dumps(status(planner)))
+    assert told["mode"] == "auto"
+    choices = {row["batch"]: row for row in told["choices"]["lookup"]}
+    assert choices[1]["why"] == "worth_it"
+    assert choices[1]["draft_tokens"] >= 1
+    assert choices[64]["why"] == "not_worth_it"
+    assert choices[64]["draft_tokens"] == 0
+    assert choices[1]["expected_speedup"] > 1.1
+    assert told["acceptance"]["lookup"][0]["acceptance"] == pytest.approx(0.6, abs=0.1)
+    assert told["speedup"]["ratio"] > 1
+    assert told["off_reasons"]["shadow"] >= 1
+    assert told["wasted_draft_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    ("mode", "why"), [(Mode.OFF, "off"), (Mode.FIXED, "fixed"), (Mode.AUTO, "guard")]
+)
+def test_the_status_knows_modes_and_guard(mode: Mode, why: str) -> None:
+    planner = make_planner(mode)
+    for _ in range(20):
+        planner.guard.observe(1, 1.0)
+    assert status(planner)["choices"]["lookup"][0]["why"] == why
+
+
+def test_fixed_worlds_do_what_they_say() -> None:
+    log = World(A10, constant(1.0), batch=2).run(Fixed(3), 800)
+    assert log.tokens / log.steps / 2 == pytest.approx(4, rel=0.05)

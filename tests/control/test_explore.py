@@ -1,0 +1,105 @@
+"""Exploration stays within its account and does not forget anybody."""
+
+from __future__ import annotations
+
+from engine.cache.pages import PageTable
+from engine.control.allocate import Margins
+from engine.control.explore import Explorer
+from engine.sequence import Sequence
+from engine.types import Request
+
+
+def make_sequences(count: int) -> list[Sequence]:
+    return [
+        Sequence(Request(f"r{n}", (1,)), 0, n, 0, PageTable(""), "lookup", 8, 100)
+        for n in range(count)
+    ]
+
+
+def losing(count: int, loss: float) -> Margins:
+    return Margins(gain=[-loss] * count, price=[loss] * count, promise=[1.0] * count)
+
+
+def test_probes_cost_at_most_one_per_cent() -> None:
+    explorer, sequences = Explorer(), make_sequences(4)
+    probes = 0
+    for step in range(1, 20_001):
+        if explorer.any_due(step, sequences):
+            probes += len(explorer.probes(step, sequences, [0] * 4, losing(4, 0.005)))
+        explorer.account.pass_time(0.01, 0.01)
+    assert explorer.account.spent <= 0.01 * 200 + 2 * 0.01  # and two plain steps to open with
+    assert probes * 0.005 > 0.9 * 0.01 * 200
+
+
+def test_everybody_is_probed() -> None:
+    explorer, sequences = Explorer(), make_sequences(16)
+    seen: set[int] = set()
+    for step in range(1, 2000):
+        if explorer.any_due(step, sequences):
+            seen.update(explorer.probes(step, sequences, [0] * 16, losing(16, 0.0002)))
+        explorer.account.pass_time(0.01, 0.01)
+    assert seen == set(range(16))
+
+
+def test_success_is_followed_up_at_once() -> None:
+    explorer, (sequence,) = Explorer(), make_sequences(1)
+    explorer.account.pass_time(1.0, 1.0)
+    assert explorer.any_due(4, [sequence])
+    assert explorer.probes(4, [sequence], [0], losing(1, 0.001)) == [0]
+    assert not explorer.any_due(5, [sequence])
+    explorer.succeeded(sequence, 4)
+    assert explorer.any_due(5, [sequence])
+
+
+def test_what_cannot_pay_is_never_tried() -> None:
+    explorer, sequences = Explorer(), make_sequences(1)
+    explorer.account.pass_time(1.0, 1.0)
+    hopeless = Margins(gain=[-0.01], price=[0.02], promise=[-0.001])
+    assert explorer.probes(4, sequences, [0], hopeless) == []
+
+
+def test_a_probe_is_never_quite_free() -> None:
+    """If the model says that drafts cost nothing, it may be the model that is wrong."""
+    explorer, sequences = Explorer(), make_sequences(1)
+    explorer.account.pass_time(0.01, 0.01)
+    free = Margins(gain=[0.001], price=[0.004], promise=[0.01])
+    assert explorer.probes(4, sequences, [0], free) == [0]
+    assert explorer.account.spent == 0.001
+
+
+def test_a_long_quiet_time_buys_no_long_time_of_losses() -> None:
+    explorer = Explorer()
+    for _ in range(100_000):
+        explorer.account.pass_time(0.01, 0.01)
+    assert explorer.account.credit <= 8 * 0.01 + 1e-12
+
+
+def test_shadow_steps_are_rare_and_end_when_the_baseline_is_fresh() -> None:
+    explorer = Explorer(seed=3)
+    explorer.account.credit = 1e9
+    rates = [
+        sum(explorer.shadow(samples, age, 0.001) for _ in range(10_000)) / 10_000
+        for samples, age in ((0, 0), (10, 0), (100, 1000), (100, 3))
+    ]
+    # Within five deviations of 5, 2, 1 and 0 per cent.
+    assert abs(rates[0] - 0.05) < 0.011
+    assert abs(rates[1] - 0.02) < 0.007
+    assert abs(rates[2] - 0.01) < 0.005
+    assert rates[3] == 0.0
+
+
+def test_shadow_steps_wait_for_credit_unless_ordered() -> None:
+    explorer = Explorer()
+    assert not any(explorer.shadow(0, 0, 1.0) for _ in range(1000))
+    assert any(explorer.shadow(0, 0, None) for _ in range(1000))
+
+
+def test_it_forgets_who_has_left() -> None:
+    explorer = Explorer()
+    for sequence in make_sequences(500):
+        explorer.account.pass_time(1.0, 1.0)
+        explorer.probes(4, [sequence], [0], losing(1, 0.001))
+        explorer.succeeded(sequence, 4)
+        explorer.release(sequence)
+    assert explorer.num_sequences == 0
+    assert not explorer._eager
