@@ -16,6 +16,7 @@ from engine.cache.pages import TARGET, PagePool
 from engine.calibrate import load_calibration
 from engine.config import EngineConfig, ModelConfig
 from engine.control.adaptive import AdaptivePlanner, Mode, PlannerOptions
+from engine.control.shield import ShieldedPlanner
 from engine.core import Engine, EngineParts
 from engine.draft.drafter import Drafter
 from engine.draft.lookup import LookupDrafter
@@ -101,7 +102,7 @@ def assemble(
         pool=pool,
         scheduler=Scheduler(config.scheduler, pool),
         drafters=DrafterPortfolio(drafters, loaded.vocab_size),
-        planner=planner,
+        planner=ShieldedPlanner(planner),
         judge=Judge(loaded.vocab_size, loaded.eos_token_ids, config.speculation.verification),
     )
     engine = _make_engine(config, loaded, parts)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from engine.control.adaptive import AdaptivePlanner
 from engine.control.planner import Planner
+from engine.control.shield import ShieldedPlanner
 from engine.types import SpeculationReport
 
 
 def report(planner: Planner) -> SpeculationReport:
     """Sums since start; a planner that measures nothing reports nothing."""
+    if isinstance(planner, ShieldedPlanner) and planner.inner is not None:
+        planner = planner.inner
     if not isinstance(planner, AdaptivePlanner):
         return SpeculationReport()
     meter = planner.meter
