@@ -239,3 +239,16 @@ def test_what_is_cached_stays_right() -> None:
         assert answer.tokens == truth("llama")[prompt, 0][10:20]
         cached = answer.choices[0].end.stats.cached_prompt_tokens
         assert cached == (len(prompt) + 9) // 4 * 4
+
+
+@pytest.mark.parametrize("drafter", ["wrong", "right at first", "right"])
+def test_pages_of_refused_drafts_are_given_back_in_the_same_step(drafter: str) -> None:
+    setup = with_drafter(tiny("llama"), drafter, truth("llama"))
+    engine = make_engine(setup, page_size=1, max_draft=8, prefix_reuse=False)
+    done = Run(engine, [greedy()[0]])
+    (sequence,) = engine.engine.parts.scheduler.waiting
+    while not sequence.num_generated or sequence.room:
+        done.step(check=True)
+        if sequence.room:
+            assert engine.engine.parts.pool.num_used <= len(sequence.tokens)
+    check_truth(done.finish(), "llama")
