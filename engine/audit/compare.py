@@ -10,6 +10,10 @@ from engine.audit.recompute import gap_between
 from engine.core import Engine, EngineParts
 from engine.types import Failed, Finished, Request, SpeculationParams, Tokens
 
+#: The drafter that reads predictions, and how often they are wrong on purpose.
+_READS_PREDICTIONS = "lookup"
+_WRONG_EVERY = 7
+
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
@@ -76,7 +80,10 @@ def compare(
     streams: int,
     near_tie: float,
 ) -> Comparison:
-    """Runs all requests with speculation, then all without, and compares.
+    """Runs all requests without speculation, then all with, and compares.
+
+    Every second request also predicts its answer, nearly, if there is a drafter that reads
+    predictions: so many drafts are kept and many refused, whatever the text.
 
     Args:
         engine: idle.
@@ -85,26 +92,40 @@ def compare(
         near_tie: gap up to which a mismatch is a near-tie.
     """
     plain = [replace(r, speculation=SpeculationParams(enabled=False)) for r in requests]
-    first = run(engine, requests, streams)
-    engine.parts.pool.drop_cache()  # else wrong pages of the first run could hide in both
-    second = run(engine, plain, streams)
+    expected = run(engine, plain, streams)
+    engine.parts.pool.drop_cache()  # else one run could read pages that the other got wrong
+    found = run(engine, _predicting(engine, requests, expected), streams)
     engine.parts.pool.drop_cache()
     result = Comparison()
     for request in requests:
-        ours, theirs = first[request.request_id], second[request.request_id]
+        ours, theirs = found[request.request_id], expected[request.request_id]
         result.drafted += ours.drafted
         result.accepted += ours.accepted
         failure = ours.failure or theirs.failure
         if failure is not None:
             result.failures.append((request.request_id, failure))
             continue
-        found = first_mismatch(engine.parts, request, ours.tokens, theirs.tokens, near_tie)
-        if found is None:
+        mismatch = first_mismatch(engine.parts, request, ours.tokens, theirs.tokens, near_tie)
+        if mismatch is None:
             result.tokens += len(theirs.tokens)
         else:
-            result.tokens += found.position + 1
-            result.mismatches.append(found)
+            result.tokens += mismatch.position + 1
+            result.mismatches.append(mismatch)
     return result
+
+
+def _predicting(
+    engine: Engine, requests: Sequence[Request], expected: dict[str, Answer]
+) -> list[Request]:
+    asked = list(requests)
+    if _READS_PREDICTIONS in engine.parts.drafters.names:
+        for i in range(1, len(asked), 2):
+            answer = list(expected[asked[i].request_id].tokens)
+            for wrong in range(_WRONG_EVERY, len(answer), _WRONG_EVERY):
+                answer[wrong] = answer[wrong - _WRONG_EVERY]
+            prediction = SpeculationParams(prediction=tuple(answer))
+            asked[i] = replace(asked[i], speculation=prediction)
+    return asked
 
 
 def first_mismatch(

@@ -20,6 +20,8 @@ _PENALISED = 4
 _PENALTIES = {"repetition_penalty": 1.2, "presence_penalty": 0.4, "frequency_penalty": 0.3}
 #: Prompts whose continuation is sampled, tokens of them, and tokens left for drafts to repeat.
 _CONTEXTS, _CONTEXT, _REPEATED = 2, 48, 4
+#: At which it is sampled if answers are greedy: hot, since text that repeats itself is too sure.
+_TEMPERATURE = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,5 +145,9 @@ def _sample(
             continue
         report(f"Sampling {options.samples} short texts")
         yield check_distribution(
-            built.engine, context, options.samples, options.temperature or 1.0, f"sample{i}"
+            built.engine,
+            context,
+            options.samples,
+            options.temperature or _TEMPERATURE,
+            f"sample{i}",
         )

@@ -1,0 +1,260 @@
+"""Sampling through the real engine is distributed as transformers says; and we would notice.
+
+Texts of four tokens over a vocabulary of four, several steps each, in mixed batches, with
+preemption and shared prefixes. A sound engine fails a test with odds of one in a million; the
+seeds are fixed, so that it either always passes or never does. With so many samples, a bias of
+a total variation of 0.1 is noticed (99 % power).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from engine import verification
+from engine.judge import Judge
+from engine.sampling import Chance, Outcome, Purpose
+from engine.sampling.verify import Rows
+from engine.types import Request, SamplingParams
+from tests.fakes import Setup
+from tests.lossless.broken import Generous, Leaky
+from tests.lossless.worlds import (
+    LENGTH,
+    TableDrafter,
+    V,
+    engine_of,
+    exact_texts,
+    fix_seeds,
+    is_lossless,
+    loaded,
+    many,
+    sample,
+)
+from tests.sampling.support import Rule
+from tests.sampling.test_verify import (
+    bonus_from_last_row,
+    most_likely_correction,
+    residual_from_target,
+    sharper_proposal,
+    sharper_target,
+    uniform_proposal,
+)
+
+PROMPT = (1, 2, 3, 0, 1, 2)
+RULES = ("match", "rejection", "block")
+SHAPED: dict[str, Any] = {
+    "temperature": 0.7,
+    "top_k": 3,
+    "repetition_penalty": 1.3,
+    "frequency_penalty": 0.3,
+}
+#: A pool in which thirty-two sequences have no room: preemption, and pages that are shared.
+TIGHT = Setup(loaded(), page_size=1, num_pages=40, max_sequences=32, max_batch_tokens=64)
+ROOMY = Setup(loaded(), num_pages=600, max_sequences=64, max_batch_tokens=256)
+
+
+@pytest.fixture(autouse=True)
+def _seeds(monkeypatch: pytest.MonkeyPatch) -> None:
+    fix_seeds(monkeypatch)
+
+
+def neighbours() -> list[Request]:
+    """Requests with other wishes, which share the batch and are not counted."""
+    wishes: list[dict[str, Any]] = [
+        {"temperature": 0.0, "max_tokens": 9},
+        {"seed": 4, "max_tokens": 7, "top_p": 0.9, "logprobs": 2},
+        {"temperature": 2.0, "n": 5, "logit_bias": {1: 3.0}},
+        {"max_tokens": 1},
+    ]
+    return [
+        Request(f"other/{i}", (*PROMPT[i:], 3, 3), SamplingParams(**wish))
+        for i, wish in enumerate(wishes * 4)
+    ]
+
+
+# -- what is right passes --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("drafter", ["table", "model"])
+def test_texts_are_distributed_as_the_models(rule: str, drafter: str) -> None:
+    """Plain and shaped sampling at once, with a table's drafts and with a draft model's."""
+    setup = dataclasses.replace(TIGHT, draft=loaded("qwen3") if drafter == "model" else None)
+    who = TableDrafter() if drafter == "table" else "model"
+    built = engine_of(setup, rule, drafter=who, max_draft=3)
+    mixed = [
+        r
+        for three in zip(
+            many("plain", PROMPT, 3008),
+            many("shaped", PROMPT[1:], 3008, **SHAPED),
+            neighbours() * 4,
+            strict=False,
+        )
+        for r in three
+    ]
+    asked = [dataclasses.replace(r, request_id=f"{r.request_id}.{i}") for i, r in enumerate(mixed)]
+    done, counts = sample(built, asked)
+    assert is_lossless(counts["plain"], exact_texts(PROMPT))
+    assert is_lossless(counts["shaped"], exact_texts(PROMPT[1:], **SHAPED))
+    assert counts["plain"].total() == counts["shaped"].total() == 3008
+    assert done.preemptions > 100
+    assert sum(s.prefix_hit_tokens for s in done.stats) > 10_000
+    assert done.accepted > 1000
+
+
+def test_kept_drafts_grow_from_match_to_rejection_to_block() -> None:
+    """What the freedom of unseeded sampling buys: tokens per pass."""
+    kept = []
+    for rule in RULES:
+        built = engine_of(ROOMY, rule, drafter="model", draft=loaded("qwen3"), max_draft=3)
+        kept.append(sample(built, many("plain", PROMPT, 2048))[0].accepted)
+    assert kept[0] < kept[1] < kept[2]
+
+
+def test_a_seed_means_match_whatever_is_configured() -> None:
+    """The promise of a seed is a text, not only a distribution."""
+    said = []
+    for rule, k in (("match", 0), ("auto", 3), ("rejection", 2), ("block", 3)):
+        built = engine_of(ROOMY, rule, drafter=TableDrafter(), max_draft=k)
+        done, _ = sample(built, many("seeded", PROMPT, 256, seed=9))
+        said.append([done.said(request_id) for request_id in done.answers])
+    assert said[0] == said[1] == said[2] == said[3]
+
+
+def test_a_deterministic_draft_is_matched_whatever_is_configured() -> None:
+    """Without probabilities there is nothing to weigh; the text is as without drafts."""
+
+    class Sure(TableDrafter):
+        def propose(self, *args: Any) -> Any:
+            return dataclasses.replace(super().propose(*args), probabilities=None)
+
+    said = []
+    for rule, k in (("match", 0), ("rejection", 3), ("block", 3)):
+        with pytest.MonkeyPatch.context() as patch:
+            fix_seeds(patch)
+            built = engine_of(ROOMY, rule, drafter=Sure(), max_draft=k)
+            done, _ = sample(built, many("unseeded", PROMPT, 256))
+        said.append([done.said(request_id) for request_id in done.answers])
+    assert said[0] == said[1] == said[2]
+
+
+# -- what is broken fails --------------------------------------------------------------------
+
+
+def counted(built: Any, samples: int, max_tokens: int = LENGTH, **params: Any) -> bool:
+    """Whether `samples` texts look lossless."""
+    _, counts = sample(built, many("it", PROMPT, samples, max_tokens=max_tokens, **params))
+    return is_lossless(counts["it"], exact_texts(PROMPT, max_tokens, **params))
+
+
+def of_rows(broken: Rule) -> Callable[[Rows, Sequence[int], Tensor, Chance], Outcome]:
+    """A broken rule that wants all of the target's rows at once."""
+
+    def rule(target: Rows, draft: Sequence[int], proposal: Tensor, chance: Chance) -> Outcome:
+        rows = torch.stack([target[depth] for depth in range(len(draft) + 1)])
+        return broken(rows, draft, proposal, chance)
+
+    return rule
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize(
+    "breaks",
+    [
+        uniform_proposal,
+        sharper_proposal,
+        sharper_target,
+        residual_from_target,
+        most_likely_correction,
+        bonus_from_last_row,
+    ],
+)
+def test_a_broken_rule_is_noticed(
+    rule: str, breaks: Callable[[Rule], Rule], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broken = of_rows(breaks(verification._RULES[rule]))
+    monkeypatch.setitem(verification._RULES, rule, broken)
+    built = engine_of(ROOMY, rule, drafter=TableDrafter(), max_draft=3)
+    assert not counted(built, 4000 if breaks is bonus_from_last_row else 1500)
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_a_missing_bonus_costs_a_pass(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Leaving out the bonus biases nothing, but every pass must give one token of its own."""
+
+    def passes() -> int:
+        built = engine_of(ROOMY, rule, drafter=TableDrafter(), max_draft=2)
+        done, _ = sample(built, many("it", PROMPT, 512, max_tokens=12))
+        ends = [c.end for a in done.answers.values() for c in a.choices.values()]
+        own = {e.stats.generated_tokens - e.stats.accepted_tokens for e in ends if e}
+        assert all(e and e.stats.accepted_tokens + e.stats.target_passes >= 12 for e in ends)
+        assert own
+        return sum(e.stats.target_passes for e in ends if e)
+
+    sound = passes()
+
+    def bonusless(p: Rows, x: Sequence[int], q: Tensor, chance: Chance) -> Outcome:
+        outcome = honest(p, x, q, chance)
+        return Outcome(len(x) - 1, x[-1]) if outcome.accepted == len(x) else outcome
+
+    honest = verification._RULES[rule]
+    monkeypatch.setitem(verification._RULES, rule, bonusless)
+    assert passes() > 1.1 * sound
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        TableDrafter(told=lambda q: torch.full_like(q, 1 / V)),
+        TableDrafter(told=lambda q: q.sqrt() / q.sqrt().sum(-1, keepdim=True)),
+    ],
+    ids=["says it drew uniformly", "says it drew at another temperature"],
+)
+def test_a_lying_drafter_is_noticed(rule: str, drafter: TableDrafter) -> None:
+    assert not counted(engine_of(ROOMY, rule, drafter=drafter, max_draft=3), 3000)
+
+
+@pytest.mark.parametrize("rule", ["rejection", "block"])
+def test_noise_that_drafts_share_with_corrections_is_noticed(rule: str) -> None:
+    """A token that lost the draft's race is the less likely to win the correction's."""
+    table = torch.tensor([[0.05, 0.3, 0.15, 0.5]] * V, dtype=torch.float64)
+    for purpose, sound in ((Purpose.DRAFT, True), (Purpose.RESIDUAL, False)):
+        built = engine_of(ROOMY, rule, drafter=TableDrafter(table, purpose=purpose), max_draft=3)
+        assert counted(built, 1500 if sound else 5000, logit_bias={0: 0.6, 1: -0.2}) is sound
+
+
+@pytest.mark.parametrize("who", ["nobody", "coins", "drafts"])
+def test_block_verification_keyed_by_position_is_noticed(
+    who: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looks at noise of positions that it leaves to the next step; theirs must be new."""
+    if who == "coins":
+        chance = verification.KeyedChance
+        monkeypatch.setattr(
+            verification, "KeyedChance", lambda seed, choice, at, _: chance(seed, choice, at)
+        )
+    table = torch.tensor([[0.9, 0.1, 0.0, 0.0]] * V, dtype=torch.float64)
+    drafter = TableDrafter(table, keyed_by_step=who != "drafts")
+    built = engine_of(ROOMY, "block", drafter=drafter, max_draft=3)
+    two_tokens = {"allowed_token_ids": frozenset({0, 1}), "temperature": 2.0}
+    assert counted(built, 3000, max_tokens=6, **two_tokens) is (who == "nobody")
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_penalties_that_see_rejected_tokens_are_noticed(rule: str) -> None:
+    params = {"frequency_penalty": 2.0, "presence_penalty": 2.0}
+    for judge, sound in ((Judge, True), (Leaky, False)):
+        built = engine_of(ROOMY, rule, judge, drafter=TableDrafter(), max_draft=3)
+        assert counted(built, 2000, **params) is sound
+
+
+def test_one_draft_too_many_is_noticed() -> None:
+    """Match verification that keeps the first draft token whatever the target says."""
+    built = engine_of(ROOMY, "match", Generous, drafter=TableDrafter(), max_draft=3)
+    assert not counted(built, 2000)
