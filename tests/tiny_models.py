@@ -102,8 +102,9 @@ def load(
 
 @functools.cache
 def eager(family: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """The same weights under transformers' own attention."""
-    return make_model(family, dtype, "eager")
+    """The same weights under transformers' own attention; callers need no gradient guard."""
+    with torch.inference_mode(False):  # cached: must not depend on who asks first
+        return make_model(family, dtype, "eager").requires_grad_(False)
 
 
 @functools.cache
