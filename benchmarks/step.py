@@ -79,8 +79,14 @@ def measure(cases: dict[str, Callable[[], object]], repeats: int) -> dict[str, f
     return {name: statistics.median(values) for name, values in times.items()}
 
 
-def report(medians: dict[str, float], weight_bytes: int, parameters: int) -> str:
-    """A Markdown table, and the prefill's share of the machine's matrix rate."""
+def report(medians: dict[str, float], weight_bytes: int, parameters: int, attention: int) -> str:
+    """A Markdown table, and the prefill's share of the machine's matrix rate.
+
+    Args:
+        parameters: weights that every row meets.
+        attention: operations of the prefill's attention, of which a query row does only those
+            that it needs: half of all pairs.
+    """
     floor = medians["floor"]
     lines = ["| pass | ms | x floor | rows/s |", "|---|---|---|---|"]
     for name, seconds in medians.items():
@@ -88,13 +94,14 @@ def report(medians: dict[str, float], weight_bytes: int, parameters: int) -> str
         rows = int(sequences) * int(rest.split()[0]) if rest else 0
         speed = f"{rows / seconds:.0f}" if rows else ""
         lines.append(f"| {name} | {seconds * 1e3:.2f} | {seconds / floor:.2f} | {speed} |")
-    prefill = 2 * parameters * PREFILL / medians["prefill"]
+    prefill = (2 * parameters * PREFILL + attention) / medians["prefill"]
     matrix = 2 * MATRIX**3 / medians["matrix product"]
     lines += [
         "",
         f"floor: {weight_bytes / 1e6:.0f} MB at {weight_bytes / floor / 1e9:.1f} GB/s; "
-        f"prefill: {prefill / 1e9:.0f} GFLOP/s in linear layers, {prefill / matrix:.0%} of "
-        f"torch.matmul's {matrix / 1e9:.0f} GFLOP/s",
+        f"prefill: {prefill / 1e9:.0f} GFLOP/s, {prefill / matrix:.0%} of torch.matmul's "
+        f"{matrix / 1e9:.0f} GFLOP/s, in linear layers and causal attention "
+        f"({attention / (2 * parameters * PREFILL + attention):.0%} of the operations)",
     ]
     return "\n".join(lines)
 
@@ -116,7 +123,7 @@ def main() -> None:
     loaded = load_model(directory, config)
     dtype = loaded.shape.dtype
     bench = Bench(loaded)
-    layers, head = _parameters(directory)
+    layers, head, attention = _work(directory)
     weight_bytes = (layers + head) * dtype.itemsize
     memory = torch.ones(weight_bytes // 4)
     matrix = torch.randn(MATRIX, MATRIX).to(dtype)
@@ -126,22 +133,24 @@ def main() -> None:
         "prefill": bench.prefill(),
         "matrix product": lambda: matrix @ matrix,
     }
-    text = report(measure(cases, options.repeats), weight_bytes, layers)
+    text = report(measure(cases, options.repeats), weight_bytes, layers, attention)
     text = f"{directory.name}, {dtype}, {torch.get_num_threads()} threads\n\n{text}"
     print(text)
     if options.output:
         options.output.write_text(text + "\n")
 
 
-def _parameters(directory: Path) -> tuple[int, int]:
-    """Weights that every row meets, and those of the output layer."""
+def _work(directory: Path) -> tuple[int, int, int]:
+    """Weights that every row meets, those of the output layer, and a prefill's attention."""
     config = AutoConfig.from_pretrained(directory).get_text_config()
     hidden, heads = config.hidden_size, config.num_attention_heads
     size = getattr(config, "head_dim", None) or hidden // heads
     groups = getattr(config, "num_key_value_heads", None) or heads
     attention = hidden * size * (2 * heads + 2 * groups)
     layers = config.num_hidden_layers * (attention + 3 * hidden * config.intermediate_size)
-    return layers, hidden * config.vocab_size
+    # two products of one multiplication and one addition, for half of all pairs of positions
+    pairs = PREFILL * (PREFILL + 1) // 2
+    return layers, hidden * config.vocab_size, 4 * config.num_hidden_layers * heads * size * pairs
 
 
 if __name__ == "__main__":

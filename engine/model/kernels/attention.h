@@ -8,6 +8,7 @@
 #pragma once
 
 #include <cmath>
+#include <type_traits>
 #include <vector>
 
 #include "vectors.h"
@@ -43,10 +44,12 @@ struct Scratch {
   typedef typename T::Element Element;
   std::vector<Element> heads;   // keys, values and queries that need padding
   std::vector<float> sums;
+  std::vector<IVec> transposed;  // the block's keys by word
   Element *keys, *values, *queries;
   float* output;
   explicit Scratch(int padded)
-      : heads(size_t(padded) * (2 * kBlock + kTileRows)), sums(size_t(padded) * kTileRows) {
+      : heads(size_t(padded) * (2 * kBlock + kTileRows)), sums(size_t(padded) * kTileRows),
+        transposed(sizeof(Element) * padded * kBlock / sizeof(IVec)) {
     keys = heads.data();
     values = keys + size_t(padded) * kBlock;
     queries = values + size_t(padded) * kBlock;
@@ -60,40 +63,58 @@ struct Softmax {
   Vec sum;
 };
 
-// Sixteen partial sums of one dot product over `padded` elements.
-inline Vec partial_dot(const float* a, const float* b, int padded) {
-  Vec sum = load(a) * load(b);
-  for (int d = kLanes; d < padded; d += kLanes) sum += load(a + d) * load(b + d);
-  return sum;
+// Scores of kRows query rows against the block's keys, which lie transposed: word u of all keys,
+// then word u + 1. A score is one accumulator that runs through the words in ascending order.
+template <class T, int kRows>
+inline void score_rows(float* scores, const typename T::Element* queries, const IVec* keys, int words, float scale) {
+  constexpr int parts = kBlock / kLanes, per_word = 4 / sizeof(typename T::Element);
+  Vec sums[kRows][parts];
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 2
+    for (int i = 0; i < parts; ++i) sums[r][i] = Vec{};
+  for (int u = 0; u < words; ++u)
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) {
+      const IVec query = broadcast_word(queries + (r * words + u) * per_word);
+#pragma GCC unroll 2
+      for (int i = 0; i < parts; ++i) sums[r][i] = T::multiply_words(sums[r][i], query, keys[u * parts + i]);
+    }
+#pragma GCC unroll 4
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 2
+    for (int i = 0; i < parts; ++i) store(scores + r * kBlock + i * kLanes, sums[r][i] * scale);
 }
 
-inline Vec partial_dot(const uint16_t* a, const uint16_t* b, int padded) {
-  Vec sum = Vec{};
-  for (int d = 0; d < padded; d += 2 * kLanes) sum = dot_pairs(sum, a + d, b + d);
-  return sum;
-}
-
-// Scores of one query row against sixteen keys.
-template <class Element, int kPadded>
-inline Vec score(const Element* query, const Element* const* keys, int padded) {
-  Vec products[kLanes];
+// Word u of keys [0, kBlock) goes to to[u]; a word is one float32 or two bfloat16 elements.
+template <class Element>
+inline void transpose_keys(IVec* to, const Element* const* keys, int words) {
+  constexpr int parts = kBlock / kLanes, per_word = 4 / sizeof(Element);
+  for (int i = 0; i < parts; ++i)
+    for (int u = 0; u < words; u += kLanes) {
+      IVec square[kLanes];
 #pragma GCC unroll 16
-  for (int j = 0; j < kLanes; ++j) products[j] = partial_dot(query, keys[j], kPadded ? kPadded : padded);
-  return horizontal_sums(products);
+      for (int j = 0; j < kLanes; ++j) std::memcpy(&square[j], keys[i * kLanes + j] + u * per_word, sizeof(IVec));
+      transpose(square);
+#pragma GCC unroll 16
+      for (int j = 0; j < kLanes; ++j) to[(u + j) * parts + i] = square[j];
+    }
 }
 
 // Turns one row's scores of a block into weights; the row sees positions [begin, last].
 // Returns the factor by which what was summed before must shrink.
-inline Vec weigh(Softmax& state, Vec (&weights)[kBlock / kLanes], int first, int begin, int last) {
+inline Vec weigh(Softmax& state, float* row, int first, int begin, int last) {
+  Vec weights[kBlock / kLanes];
+  for (int part = 0; part < kBlock / kLanes; ++part) weights[part] = load(row + part * kLanes);
   const IVec lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   const Vec lowest = broadcast(-std::numeric_limits<float>::infinity());
   Vec block_max = broadcast(state.max);
-  for (int part = 0; part < kBlock / kLanes; ++part) {
-    const IVec position = lane + (first + part * kLanes);
-    const IVec visible = (position >= begin) & (position <= last);
-    weights[part] = select(visible, weights[part], lowest);
-    block_max = max(weights[part], block_max);
-  }
+  if (first < begin || first + kBlock - 1 > last)
+    for (int part = 0; part < kBlock / kLanes; ++part) {
+      const IVec position = lane + (first + part * kLanes);
+      weights[part] = select((position >= begin) & (position <= last), weights[part], lowest);
+    }
+  for (int part = 0; part < kBlock / kLanes; ++part) block_max = max(weights[part], block_max);
   const float peak = largest(block_max);
   const Vec factor = exp_nonpositive(broadcast(state.max - peak));
   state.max = peak;
@@ -102,6 +123,7 @@ inline Vec weigh(Softmax& state, Vec (&weights)[kBlock / kLanes], int first, int
     const IVec seen = weights[part] > lowest;
     weights[part] = select(seen, exp_nonpositive(weights[part] - peak), Vec{});
     state.sum += weights[part];
+    store(row + part * kLanes, weights[part]);
   }
   return factor;
 }
@@ -135,6 +157,15 @@ inline void add_values(float* output, int padded, const Vec* factors, const floa
   for (; d + 4 * kLanes <= padded; d += 4 * kLanes)
     add_values<T, kRows, 4>(output, padded, factors, weights, values, from, to, d);
   if (d < padded) add_values<T, kRows, 2>(output, padded, factors, weights, values, from, to, d);
+}
+
+// Calls f with the largest supported number of rows up to `rows`, as a constant; returns it.
+template <class F>
+inline int by_rows(int rows, const F& f) {
+  if (rows >= 4) return f(std::integral_constant<int, 4>()), 4;
+  if (rows == 3) return f(std::integral_constant<int, 3>()), 3;
+  if (rows == 2) return f(std::integral_constant<int, 2>()), 2;
+  return f(std::integral_constant<int, 1>()), 1;
 }
 
 // T is the type of cache and output, Q that of the queries; kPadded is the padded head size, or
@@ -177,29 +208,30 @@ void attend_tile(const Attention& a, Scratch<T>& scratch, const Tile& tile, int 
     }
     for (int j = 0; j < from; ++j) keys[j] = keys[from];  // masked below
     for (int j = to + 1; j < kBlock; ++j) keys[j] = keys[to];
+    const int words = padded * int(sizeof(Element)) / 4;
+    IVec* by_word = scratch.transposed.data();
+    transpose_keys(by_word, keys, words);
+    // Rows that see this block are consecutive: later ones see more, windows leave earlier ones behind.
+    const int skipped = first > position0 ? (first - position0) * per_group : 0;
+    int live = rows;
+    if (a.window && position0 + tile.tokens - 1 >= first + kBlock + a.window - 1)
+      live = (first + kBlock + a.window - 1 - position0) * per_group;
     Vec factors[kTileRows];
     float weights[kTileRows * kBlock];
-    int live = 0, skipped = 0;  // rows that see this block are consecutive
-    for (int r = 0; r < rows; ++r) {
+    for (int r = skipped, count; r < live; r += count) {
+      count = by_rows(live - r, [&](auto width) {
+        score_rows<T, width()>(weights + r * kBlock, scratch.queries + r * padded, by_word, words, a.scale);
+      });
+    }
+    for (int r = skipped; r < live; ++r) {
       const int position = position0 + r / per_group;
       const int begin = a.window && position >= a.window ? position - a.window + 1 : 0;
-      if (first > position) { skipped = r + 1; continue; }
-      if (first + kBlock <= begin) break;
-      live = r + 1;
-      Vec part[kBlock / kLanes];
-      for (int i = 0; i < kBlock / kLanes; ++i)
-        part[i] = score<Element, kPadded>(scratch.queries + r * padded, keys + i * kLanes, padded) * a.scale;
-      factors[r] = weigh(state[r], part, first, begin, position);
-      for (int i = 0; i < kBlock / kLanes; ++i) store(weights + r * kBlock + i * kLanes, part[i]);
+      factors[r] = weigh(state[r], weights + r * kBlock, first, begin, position);
     }
-    int r = skipped;
-    for (; r + 4 <= live; r += 4)
-      add_values<T, 4>(scratch.output + r * padded, padded, factors + r, weights + r * kBlock, values, from, to);
-    float* output = scratch.output + r * padded;
-    switch (live - r) {
-      case 3: add_values<T, 3>(output, padded, factors + r, weights + r * kBlock, values, from, to); break;
-      case 2: add_values<T, 2>(output, padded, factors + r, weights + r * kBlock, values, from, to); break;
-      case 1: add_values<T, 1>(output, padded, factors + r, weights + r * kBlock, values, from, to); break;
+    for (int r = skipped, count; r < live; r += count) {
+      count = by_rows(live - r, [&](auto width) {
+        add_values<T, width()>(scratch.output + r * padded, padded, factors + r, weights + r * kBlock, values, from, to);
+      });
     }
   }
   for (int r = 0; r < rows; ++r) {

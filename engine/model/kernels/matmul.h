@@ -25,10 +25,9 @@ struct Weights16 {
   typedef uint16_t Element;
   static constexpr int kInputsPerStep = 2;
   static inline Vec multiply(Vec sum, const uint16_t* x, const uint16_t* w) {
-    int32_t pair;
-    std::memcpy(&pair, x, 4);
-    const IVec pairs = IVec{} + pair;
-    return dot_pairs(sum, (const uint16_t*)&pairs, w);
+    IVec pairs;
+    std::memcpy(&pairs, w, sizeof pairs);
+    return dot_pairs(sum, broadcast_word(x), pairs);
   }
 };
 

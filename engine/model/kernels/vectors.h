@@ -24,17 +24,27 @@ inline void store(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }
 inline Vec select(IVec mask, Vec a, Vec b) { return (Vec)(((IVec)a & mask) | ((IVec)b & ~mask)); }
 inline Vec max(Vec a, Vec b) { return select(a > b, a, b); }
 
-// Lanes 0-7: sums of neighbours of a; lanes 8-15: of b. Four rounds turn 16 vectors into one
-// vector of their 16 horizontal sums.
-inline Vec fold(Vec a, Vec b) {
-  const IVec even = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
-  return __builtin_shuffle(a, b, even) + __builtin_shuffle(a, b, even + 1);
+// Lane j of vector i becomes lane i of vector j: four rounds of swapping blocks off the diagonal.
+template <int kSize = kLanes / 2>
+inline void transpose(IVec (&a)[kLanes]) {
+  const IVec lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  const IVec second = (lane & kSize) != 0;
+  const IVec low = lane + (second & (kLanes - kSize)), high = lane + (second & kLanes) + (~second & kSize);
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; ++i)
+    if (!(i & kSize)) {
+      const IVec x = a[i], y = a[i + kSize];
+      a[i] = __builtin_shuffle(x, y, low);
+      a[i + kSize] = __builtin_shuffle(x, y, high);
+    }
+  if constexpr (kSize > 1) transpose<kSize / 2>(a);
 }
 
-inline Vec horizontal_sums(Vec (&a)[kLanes]) {
-  for (int n = kLanes / 2; n; n /= 2)
-    for (int i = 0; i < n; ++i) a[i] = fold(a[2 * i], a[2 * i + 1]);
-  return a[0];
+// The four bytes at p in every lane.
+inline IVec broadcast_word(const void* p) {
+  int32_t word;
+  std::memcpy(&word, p, 4);
+  return IVec{} + word;
 }
 
 inline float sum(Vec v) {
@@ -72,12 +82,24 @@ inline Vec exp_nonpositive(Vec x) {
   return (Vec)((IVec)p + (((IVec)shifted - (IVec)magic) << 23));
 }
 
+// sum + a[2i] b[2i] + a[2i + 1] b[2i + 1] in lane i: 32 bfloat16 products.
+inline Vec dot_pairs(Vec sum, IVec a, IVec b) {
+#if defined(__AVX512BF16__)
+  return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+#else
+  const IVec high = IVec{} + int32_t(0xffff0000);
+  return (Vec)(a & high) * (Vec)(b & high) + ((Vec)(a << 16) * (Vec)(b << 16) + sum);
+#endif
+}
+
 struct Float32 {
   typedef float Element;
   static float widen(float x) { return x; }
   static Vec widen(const float* p) { return load(p); }
   static float narrow(float x) { return x; }
   static void narrow(float* to, Vec v) { store(to, v); }
+  // sum + products of the elements in each lane's word
+  static Vec multiply_words(Vec sum, IVec a, IVec b) { return (Vec)a * (Vec)b + sum; }
 };
 
 struct BFloat16 {
@@ -105,23 +127,8 @@ struct BFloat16 {
     const HVec h = __builtin_convertvector((rounded & ~nan) | ((bits >> 16 | 0x40) & nan), HVec);
     std::memcpy(to, &h, sizeof h);
   }
+  static Vec multiply_words(Vec sum, IVec a, IVec b) { return dot_pairs(sum, a, b); }
 };
-
-// sum + a[2i] b[2i] + a[2i + 1] b[2i + 1] in lane i: 32 bfloat16 products.
-inline Vec dot_pairs(Vec sum, const uint16_t* a, const uint16_t* b) {
-#if defined(__AVX512BF16__)
-  __m512bh x, y;
-  std::memcpy(&x, a, sizeof x);
-  std::memcpy(&y, b, sizeof y);
-  return (Vec)_mm512_dpbf16_ps((__m512)sum, x, y);
-#else
-  UVec x, y;
-  std::memcpy(&x, a, sizeof x);
-  std::memcpy(&y, b, sizeof y);
-  const UVec high = UVec{} + 0xffff0000u;
-  return (Vec)(x & high) * (Vec)(y & high) + ((Vec)(x << 16) * (Vec)(y << 16) + sum);
-#endif
-}
 
 template <class T>
 inline void widen_row(float* to, const typename T::Element* from, int size) {
