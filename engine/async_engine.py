@@ -17,15 +17,15 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from queue import Empty, SimpleQueue
+from typing import Any
 
 from engine.admission import Admission
 from engine.build import BuiltEngine, build_engine
 from engine.config import EngineConfig
-from engine.core import StepOutput
-from engine.errors import EngineError, EngineUnavailable, InvalidRequest
-from engine.flight import EventStream, Flight
+from engine.core import Engine, StepOutput
+from engine.errors import EngineError, EngineUnavailable, InvalidRequest, RequestFailed
+from engine.flight import Abort, Add, EventStream, Flight, Look, Message, Stop
 from engine.types import (
     AuditStats,
     EngineInfo,
@@ -40,26 +40,6 @@ from engine.types import (
 logger = logging.getLogger(__name__)
 
 _STOPPED = "The server is shutting down; try another one."
-
-
-@dataclass(frozen=True, slots=True)
-class _Add:
-    request: Request
-
-
-@dataclass(frozen=True, slots=True)
-class _Abort:
-    request_id: str
-    choice: int | None
-    reason: FinishReason
-
-
-@dataclass(frozen=True, slots=True)
-class _Stop:
-    """Ends the thread at the next step; what still runs fails."""
-
-
-_Message = _Add | _Abort | _Stop
 
 
 class AsyncEngine:
@@ -87,11 +67,12 @@ class AsyncEngine:
         self._on_audit = on_audit or (lambda _: None)
         self._on_progress = on_progress or (lambda _: None)
         self._build = build
-        self._inbox: SimpleQueue[_Message] = SimpleQueue()
+        self._inbox: SimpleQueue[Message] = SimpleQueue()
         self._flights: dict[str, Flight] = {}
+        self._looks: set[asyncio.Future[dict[str, Any]]] = set()
         self._admission = Admission(config.scheduler)
         self._state = "new"
-        self._step_started: float | None = None
+        self._round_started: float | None = None
         self._thread: threading.Thread | None = None
         self._built: BuiltEngine | None = None
 
@@ -111,8 +92,9 @@ class AsyncEngine:
 
     @property
     def step_age(self) -> float:
-        """Seconds since the step in progress began; 0 between steps."""
-        started = self._step_started
+        """Seconds that the thread has been at work without coming round: messages, one step and
+        handing over its events; 0 while it waits for something to do."""
+        started = self._round_started
         return 0.0 if started is None else time.monotonic() - started
 
     async def start(self) -> None:
@@ -142,7 +124,7 @@ class AsyncEngine:
             while self._flights and time.monotonic() < deadline and not self._ended.is_set():
                 await asyncio.sleep(0.02)
         if self._thread is not None:
-            self._inbox.put(_Stop())
+            self._inbox.put(Stop())
             await self._ended.wait()
             self._thread.join()
         if self._state != "dead":
@@ -170,7 +152,7 @@ class AsyncEngine:
         self._admission.admit(request)
         flight = Flight(request, choices_left=request.sampling.n)
         self._flights[request.request_id] = flight
-        self._inbox.put(_Add(request))
+        self._inbox.put(Add(request))
         return EventStream(flight, self.abort)
 
     def abort(
@@ -181,7 +163,22 @@ class AsyncEngine:
     ) -> None:
         """Ends a request or one choice at the next step; unknown ids are ignored."""
         if request_id in self._flights:
-            self._inbox.put(_Abort(request_id, choice, reason))
+            self._inbox.put(Abort(request_id, choice, reason))
+
+    async def speculation(self) -> dict[str, Any]:
+        """What `engine.control.status` tells between two steps.
+
+        Raises:
+            EngineUnavailable: the engine is not ready, or ends before it can answer.
+            RequestFailed: there is a fault in it.
+        """
+        if self._state not in ("ready", "draining") or self._ended.is_set():
+            raise EngineUnavailable(f"The engine is {self._state}.")
+        answer: asyncio.Future[dict[str, Any]] = self._loop.create_future()
+        self._looks.add(answer)
+        answer.add_done_callback(self._looks.discard)
+        self._inbox.put(Look(answer))
+        return await answer
 
     # -- the engine's thread -------------------------------------------------------------
 
@@ -197,14 +194,12 @@ class AsyncEngine:
         last_word = _STOPPED
         try:
             while self._read_inbox(built):
-                self._step_started = time.monotonic()
-                output = engine.step()
-                self._step_started = None
-                self._tell(self._deliver, output)
+                self._tell(self._deliver, engine.step())
         except BaseException as failure:
             logger.exception("the engine died")
             last_word = f"The engine failed ({type(failure).__name__})."
             self._tell(self._mark_dead)
+        self._round_started = None
         self._tell(self._fail_all, EngineUnavailable(last_word))
         self._tell(self._ended.set)
 
@@ -212,18 +207,33 @@ class AsyncEngine:
         """Handles all messages; waits for one if there is nothing else to do. False = stop."""
         engine = built.engine
         block = not engine.has_work
+        self._round_started = time.monotonic()
         while True:
-            try:
-                message = self._inbox.get(block=block, timeout=engine.patience)
-            except Empty:
+            message = self._next_message(block, engine.patience)
+            if message is None:
                 return True
+            if isinstance(message, Look):  # nothing to do because of it
+                self._tell(_settle, message.answer, _look(engine))
+                continue
             block = False
-            if isinstance(message, _Stop):
+            if isinstance(message, Stop):
                 return False
-            if isinstance(message, _Add):
+            if isinstance(message, Add):
                 engine.add(message.request)
             else:
                 engine.abort(message.request_id, message.choice, message.reason)
+
+    def _next_message(self, block: bool, patience: float | None) -> Message | None:
+        """The next message; None if none comes. To wait for it is no work."""
+        if block:
+            self._round_started = None
+        try:
+            return self._inbox.get(block=block, timeout=patience)
+        except Empty:
+            return None
+        finally:
+            if block:
+                self._round_started = time.monotonic()
 
     def _tell(self, function: Callable[..., object], *args: object) -> None:
         try:
@@ -267,12 +277,22 @@ class AsyncEngine:
         for flight in list(self._flights.values()):
             flight.events.put_nowait(Failed(flight.request.request_id, error))
             self._land(flight)
+        for answer in list(self._looks):
+            _settle(answer, error)
 
 
-def _settle(ready: asyncio.Future[BuiltEngine], result: BuiltEngine | BaseException) -> None:
-    if ready.done():  # whoever waited for the start has given up
+def _look(engine: Engine) -> dict[str, Any] | RequestFailed:
+    try:
+        return engine.speculation()
+    except Exception as error:  # requests must not suffer for it
+        logger.exception("the state of speculation could not be told")
+        return RequestFailed(f"The state of speculation is unclear ({type(error).__name__}).")
+
+
+def _settle(future: asyncio.Future[Any], result: object) -> None:
+    if future.done():  # whoever waited has given up
         return
     if isinstance(result, BaseException):
-        ready.set_exception(result)
+        future.set_exception(result)
     else:
-        ready.set_result(result)
+        future.set_result(result)

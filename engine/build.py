@@ -5,23 +5,24 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from engine.audit.online import AuditingEngine
-from engine.cache.pages import TARGET, PagePool
+from engine.cache.pages import PRIVATE, TARGET, PagePool
 from engine.calibrate import load_calibration
 from engine.config import EngineConfig, ModelConfig
 from engine.control.adaptive import AdaptivePlanner, Mode, PlannerOptions
 from engine.control.shield import ShieldedPlanner
 from engine.core import Engine, EngineParts
-from engine.draft.drafter import Drafter
+from engine.draft.drafter import Advisor, Drafter
 from engine.draft.lookup import LookupDrafter
 from engine.draft.model import DraftModelLimits, ModelDrafter
 from engine.draft.portfolio import DrafterPortfolio
+from engine.draft.store import AnswerStore
 from engine.errors import ConfigurationError
 from engine.judge import Judge
 from engine.model.loader import LoadedModel, Runner, load_model
@@ -94,14 +95,15 @@ def assemble(
     models = [loaded] if draft is None else [loaded, draft]
     pool, runners = _make_cache(config, models)
     drafters = _make_drafters(config, models, runners, pool)
-    planner = _make_planner(config, drafters)
+    portfolio = DrafterPortfolio(drafters, loaded.vocab_size)
+    planner = _make_planner(config, portfolio)
     if calibrate and planner.options.mode is Mode.AUTO and drafters:
         planner = _calibrated(planner, config, loaded, runners[TARGET], pool)
     parts = EngineParts(
         target=runners[TARGET],
         pool=pool,
         scheduler=Scheduler(config.scheduler, pool),
-        drafters=DrafterPortfolio(drafters, loaded.vocab_size),
+        drafters=portfolio,
         planner=ShieldedPlanner(planner),
         judge=Judge(loaded.vocab_size, loaded.eos_token_ids, config.speculation.verification),
     )
@@ -135,13 +137,13 @@ def _make_engine(config: EngineConfig, loaded: LoadedModel, parts: EngineParts) 
         return Engine(
             parts,
             max_model_len=loaded.max_model_len,
-            default_drafter=speculation.drafter,
+            default_drafters=speculation.default_drafters,
             max_draft=speculation.max_draft,
         )
     return AuditingEngine(
         parts,
         max_model_len=loaded.max_model_len,
-        default_drafter=speculation.drafter,
+        default_drafters=speculation.default_drafters,
         max_draft=speculation.max_draft,
         rate=config.audit_rate,
         dtype=str(loaded.shape.dtype).removeprefix("torch."),
@@ -155,16 +157,19 @@ def _make_drafters(
     used, so it is there for every request that wants it unless speculation is off.
 
     Raises:
-        ConfigurationError: the drafter is unknown, or lacks its model.
+        ConfigurationError: a drafter is unknown, or lacks its model.
     """
     speculation = config.speculation
-    if speculation.drafter not in ("lookup", "model", "none"):
-        raise ConfigurationError(
-            f"drafter is {speculation.drafter!r}; choose one of lookup, model, none."
-        )
-    if speculation.drafter == "none":
+    names = speculation.default_drafters
+    for name in names:
+        if name not in ("lookup", "model", "none"):
+            raise ConfigurationError(f"drafter is {name!r}; choose one of lookup, model, none.")
+    if names == ("none",):
         return {}
-    drafters: dict[str, Drafter] = {"lookup": LookupDrafter()}
+    memory = speculation.lookup_store_bytes
+    drafters: dict[str, Drafter] = {
+        "lookup": LookupDrafter(store=AnswerStore(memory) if memory else None)
+    }
     if len(models) > DRAFT:
         target, draft = models[TARGET], models[DRAFT]
         limits = DraftModelLimits(
@@ -177,7 +182,7 @@ def _make_drafters(
             temperature=speculation.draft_temperature,
         )
         drafters["model"] = ModelDrafter(runners[DRAFT], limits, target.eos_token_ids)
-    elif speculation.drafter == "model":
+    elif "model" in names:
         raise ConfigurationError("drafter is model, but no draft_model is set; name one.")
     return drafters
 
@@ -187,7 +192,7 @@ def _load_draft_model(target: ModelConfig, draft: ModelConfig) -> LoadedModel:
     return load_model(Path(draft.path), draft)
 
 
-def _make_planner(config: EngineConfig, drafters: Mapping[str, Drafter]) -> AdaptivePlanner:
+def _make_planner(config: EngineConfig, advisor: Advisor) -> AdaptivePlanner:
     """The planner that a configuration asks for, knowing nothing of this machine yet."""
     speculation = config.speculation
     try:
@@ -197,13 +202,12 @@ def _make_planner(config: EngineConfig, drafters: Mapping[str, Drafter]) -> Adap
         raise ConfigurationError(
             f"speculation is {speculation.mode!r}; choose one of {modes}."
         ) from None
-    lookup = drafters.get("lookup")
     return AdaptivePlanner(
         PlannerOptions(
             depth=max(1, speculation.max_draft),
             most_rows=config.scheduler.max_batch_tokens,
             mode=mode,
-            outlooks={"lookup": lookup.outlook} if isinstance(lookup, LookupDrafter) else {},
+            advisor=advisor,
         )
     )
 
@@ -238,7 +242,8 @@ def warm_up(built: BuiltEngine) -> None:
     tokens = min(8, room - len(prompt))
     sampling = SamplingParams(max_tokens=tokens, ignore_eos=True, seed=0)
     for i in range(2):
-        engine.add(Request(f"{_WARM_UP}{i}", prompt, sampling, arrival=time.monotonic()))
+        now = time.monotonic()
+        engine.add(Request(f"{_WARM_UP}{i}", prompt, sampling, cache_salt=PRIVATE, arrival=now))
     while engine.has_work:
         if any(type(event).__name__ == "Failed" for event in engine.step().events):
             raise ConfigurationError("the model failed in the warm-up; the log says how.")

@@ -99,6 +99,8 @@ class SpeculationConfig:
         mode: "auto" (the planner decides, from measured times), "off", or "fixed" (always as
             many draft tokens as there is room for).
         drafter: drafter of requests that do not name one: "lookup", "model" or "none".
+        drafters: several of them, for the planner to choose from; empty = `drafter` alone.
+        lookup_store_bytes: memory for past outputs that "lookup" drafts from; 0 = keep none.
         max_draft: most draft tokens per sequence and step.
         draft_model: the smaller model of the "model" drafter; its path is a local directory.
         draft_temperature: factor on a request's temperature in the draft model.
@@ -109,12 +111,25 @@ class SpeculationConfig:
 
     mode: str = "auto"
     drafter: str = "lookup"
+    drafters: tuple[str, ...] = ()
+    lookup_store_bytes: int = 0
     max_draft: int = 4
     draft_model: ModelConfig | None = None
     draft_temperature: float = 1.0
     verification: str = "auto"
 
     def __post_init__(self) -> None:
+        names = self.default_drafters
+        listed = ", ".join(names)
+        _require(len(set(names)) == len(names), f"drafters is {listed}; name each of them once.")
+        _require(
+            len(names) == 1 or "none" not in names,
+            f"drafters is {listed}; none means nobody, so it stands alone.",
+        )
+        _require(
+            self.lookup_store_bytes >= 0,
+            f"lookup_store_memory is {self.lookup_store_bytes}; it must be 0 (off) or more.",
+        )
         _require(
             0 <= self.max_draft <= 64,
             f"max_draft is {self.max_draft}; it must be from 0 to 64.",
@@ -123,6 +138,11 @@ class SpeculationConfig:
             self.verification in VERIFICATIONS,
             f"verification is {self.verification!r}; choose one of {', '.join(VERIFICATIONS)}.",
         )
+
+    @property
+    def default_drafters(self) -> tuple[str, ...]:
+        """Drafters of requests that do not name one, at least one name."""
+        return self.drafters or (self.drafter,)
 
 
 @dataclass(frozen=True, slots=True)

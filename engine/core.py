@@ -8,21 +8,23 @@ import time
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
-from engine.batch import Span, build_batch
+from engine.batch import build_batch
 from engine.cache.pages import TARGET, PagePool
 from engine.control.planner import Planner
-from engine.control.report import report
+from engine.control.report import leave_out_prompt, report, speedup_of
+from engine.control.status import describe
 from engine.draft.drafter import DraftProposal, Verdict
 from engine.draft.portfolio import DrafterPortfolio
 from engine.errors import CorruptedLogits, RequestFailed
-from engine.judge import NOTHING, Judge, Judgement, num_logit_rows
+from engine.judge import NOTHING, Judge, Judgement, lay_out
 from engine.model.loader import Runner
 from engine.scheduler import ScheduledSequence, Scheduler, StepPlan
 from engine.sequence import Sequence, Status
-from engine.statistics import step_stats
+from engine.statistics import completed, step_stats
 from engine.types import (
     AuditStats,
     Event,
@@ -54,8 +56,7 @@ class EngineParts:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """Events for callers; what the step did, unless nothing was scheduled; what an audit found,
-    if one ended."""
+    """Events for callers; what the step did, if it did anything; what an audit that ended found."""
 
     events: list[Event]
     stats: StepStats | None
@@ -68,7 +69,7 @@ class Engine:
     Args:
         parts: the collaborators.
         max_model_len: most tokens of prompt and completion.
-        default_drafter: drafter of requests that do not name one.
+        default_drafters: drafters of requests that do not name one, at least one name.
         max_draft: most draft tokens per sequence and step, also for requests that ask for more.
         clock: monotonic seconds.
     """
@@ -78,13 +79,13 @@ class Engine:
         parts: EngineParts,
         *,
         max_model_len: int,
-        default_drafter: str,
+        default_drafters: tuple[str, ...],
         max_draft: int,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.parts = parts
         self.max_model_len = max_model_len
-        self.default_drafter = default_drafter
+        self.default_drafters = default_drafters
         self.max_draft = max_draft
         self.clock = clock
         self._requests: dict[str, list[Sequence]] = {}  # choices still alive
@@ -108,13 +109,14 @@ class Engine:
         ask = request.speculation
         wanted = self.max_draft if ask.max_draft is None else min(ask.max_draft, self.max_draft)
         seed = request.sampling.seed
-        drafter = ask.drafter or self._default_drafter(request)
+        drafters = (ask.drafter,) if ask.drafter else self._default_drafters(request)
         common = {
             "ticket": self._tickets,
             "seed": secrets.randbits(64) if seed is None else seed % 2**64,
-            "drafter": drafter,
+            "drafter": drafters[0],
+            "drafters": drafters,
             "verification": self.parts.judge.rule_for(request.sampling),
-            "max_draft": 0 if ask.enabled is False or drafter == "none" else wanted,
+            "max_draft": 0 if ask.enabled is False or drafters == ("none",) else wanted,
             "limit": min(len(request.prompt) + request.sampling.max_tokens, self.max_model_len),
         }
         self._tickets += 1
@@ -126,10 +128,12 @@ class Engine:
         for sequence in sequences:
             self.parts.scheduler.add(sequence)
 
-    def _default_drafter(self, request: Request) -> str:
+    def _default_drafters(self, request: Request) -> tuple[str, ...]:
         """A predicted answer is the best guess there is; only `lookup` reads predictions."""
-        predicted = request.speculation.prediction and "lookup" in self.parts.drafters.names
-        return "lookup" if predicted else self.default_drafter
+        names = self.default_drafters
+        if request.speculation.prediction and "lookup" in self.parts.drafters.names:
+            return ("lookup", *(name for name in names if name not in ("lookup", "none")))
+        return names
 
     def abort(self, request_id: str, choice: int | None, reason: FinishReason) -> None:
         """Ends a request or one of its choices now; unknown ids are ignored, since the
@@ -137,6 +141,10 @@ class Engine:
         for sequence in list(self._requests.get(request_id, ())):
             if choice is None or sequence.choice == choice:
                 self._finish(sequence, reason)
+
+    def speculation(self) -> dict[str, Any]:
+        """What the planner knows, would do and has measured: see `engine.control.status`."""
+        return describe(self.parts.planner, self.parts.drafters.names)
 
     def check(self) -> None:
         """Asserts that pages and queues agree with the live sequences.
@@ -175,7 +183,9 @@ class Engine:
                 times = (started, *marks, self.clock())
                 stats = step_stats(plan, proposal, verdicts, times, self.parts.scheduler)
                 self.parts.planner.observe(plan, verdicts, stats)
-                stats = replace(stats, speculation=report(self.parts.planner))
+                self._end_complete(plan)
+                found = report(self.parts.planner, self.parts.drafters.names)
+                stats = completed(stats, self.parts.scheduler, found)
         events, self._events = self._events, []
         return StepOutput(events, stats)
 
@@ -198,19 +208,14 @@ class Engine:
 
     def _run_target(self, plan: StepPlan, proposal: DraftProposal) -> torch.Tensor:
         """One packed pass over all fed tokens and drafts."""
-        spans = [
-            _span(scheduled, draft)
-            for scheduled, draft in zip(plan.scheduled, proposal.tokens, strict=True)
-        ]
-        target = self.parts.target
-        pool = self.parts.pool
-        batch = build_batch(spans, pool.page_size, pool.num_pages, target.device, target.min_rows)
-        return target.forward(batch)
+        target, pool = self.parts.target, self.parts.pool
+        spans, size, pages = lay_out(plan, proposal), pool.page_size, pool.num_pages
+        return target.forward(build_batch(spans, size, pages, target.device, target.min_rows))
 
     # -- after the verdict ---------------------------------------------------------------
 
     def _commit(self, plan: StepPlan, judgements: Seq[Judgement]) -> list[Verdict]:
-        """Appends what was emitted, moves the caches on, frees surplus pages, ends sequences.
+        """Appends what was emitted, moves the caches on, frees surplus pages.
 
         Returns:
             What every scheduled sequence was given: nothing where its request has failed.
@@ -227,11 +232,6 @@ class Engine:
             if scheduled.sequence in kept:
                 self._advance(scheduled, judgement, now)
         self.parts.drafters.commit(list(kept), [judgement.verdict for judgement in kept.values()])
-        for sequence in kept:
-            reason = sequence.finish_reason(self.parts.judge.eos_token_ids)
-            # Without room from the start (max_tokens = 0) it is over once the prompt is read.
-            if reason is not None and (sequence.num_generated or not sequence.num_uncached):
-                self._finish(sequence, reason)
         return [kept.get(s.sequence, NOTHING).verdict for s in plan.scheduled]
 
     def _advance(self, scheduled: ScheduledSequence, judgement: Judgement, now: float) -> None:
@@ -265,15 +265,23 @@ class Engine:
             entries = tuple(sequence.prompt_logprobs)
             self._events.append(PromptLogprobs(sequence.request.request_id, entries))
 
+    def _end_complete(self, plan: StepPlan) -> None:
+        """Ends complete sequences; only now, so that the planner has measured their last tokens."""
+        for sequence in [s.sequence for s in plan.scheduled if s.sequence.status is Status.RUNNING]:
+            if sequence.target_passes == 1:
+                leave_out_prompt(self.parts.planner, sequence)
+            reason = sequence.finish_reason(self.parts.judge.eos_token_ids)
+            # Without room from the start (max_tokens = 0) it is over once the prompt is read.
+            if reason is not None and (sequence.num_generated or not sequence.num_uncached):
+                self._finish(sequence, reason)
+
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         request_id = sequence.request.request_id
+        stats = replace(sequence.stats(), speedup=speedup_of(self.parts.planner, sequence))
         self._remove(sequence)
-        last = sequence.tokens[-1] if sequence.num_generated else None
-        stopped_by_token = reason is FinishReason.STOP and (
-            sequence.finish_reason(self.parts.judge.eos_token_ids) is FinishReason.STOP
-        )
-        stop_token = last if stopped_by_token else None
-        stats = sequence.stats()
+        eos = self.parts.judge.eos_token_ids
+        by_token = reason is FinishReason.STOP and sequence.finish_reason(eos) is reason
+        stop_token = sequence.tokens[-1] if by_token else None
         self._events.append(Finished(request_id, sequence.choice, reason, stop_token, stats))
 
     def _fail(self, request_id: str, error: RequestFailed) -> None:
@@ -290,10 +298,3 @@ class Engine:
         self._requests[request_id].remove(sequence)
         if not self._requests[request_id]:
             del self._requests[request_id]
-
-
-def _span(scheduled: ScheduledSequence, draft: list[int]) -> Span:
-    table = scheduled.sequence.table
-    start = table.num_cached[TARGET]
-    fed = scheduled.sequence.tokens[start : start + scheduled.num_feed]
-    return Span(fed + draft, start, table, num_logit_rows(scheduled, draft))

@@ -1,12 +1,45 @@
-"""A request in flight, as the event loop sees it, and the stream of its events."""
+"""What passes between the event loop and the engine's thread: messages to it, and a request in
+flight with the stream of its events."""
 
 from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from typing import Any
 
-from engine.types import Event, Request
+from engine.types import Event, FinishReason, Request
+
+
+@dataclass(frozen=True, slots=True)
+class Add:
+    """Queues a request."""
+
+    request: Request
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """Ends a request, or one choice of it."""
+
+    request_id: str
+    choice: int | None
+    reason: FinishReason
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """Wants to know what the planner knows."""
+
+    answer: asyncio.Future[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """Ends the thread at the next step; what still runs fails."""
+
+
+Message = Add | Abort | Look | Stop
 
 
 @dataclass(slots=True)

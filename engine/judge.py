@@ -13,6 +13,8 @@ from functools import partial
 
 import torch
 
+from engine.batch import Span
+from engine.cache.pages import TARGET
 from engine.draft.drafter import DraftProposal, Verdict
 from engine.sampling.logprobs import token_logprobs
 from engine.sampling.processors import SamplingRow, select_tokens
@@ -206,3 +208,15 @@ def num_logit_rows(scheduled: ScheduledSequence, draft: Seq[int]) -> int:
     if predicted_prompt_tokens(scheduled):
         return scheduled.num_feed + len(draft)
     return 1 + len(draft) if scheduled.samples else 0
+
+
+def lay_out(plan: StepPlan, proposal: DraftProposal) -> list[Span]:
+    """The query tokens of every scheduled sequence: what it is fed, its draft behind."""
+    return [_span(*one) for one in zip(plan.scheduled, proposal.tokens, strict=True)]
+
+
+def _span(scheduled: ScheduledSequence, draft: list[int]) -> Span:
+    table = scheduled.sequence.table
+    start = table.num_cached[TARGET]
+    fed = scheduled.sequence.tokens[start : start + scheduled.num_feed]
+    return Span(fed + draft, start, table, num_logit_rows(scheduled, draft))

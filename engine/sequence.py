@@ -28,10 +28,13 @@ class Sequence:
     Attributes:
         ticket: order of arrival; with `choice` it decides who is served first.
         seed: 64 bits that key every random draw of the request.
-        drafter: name of the drafter that guesses for this sequence, or "none".
+        drafter: name of the drafter that guesses for this sequence in the step, or "none"; the
+            planner chooses it from `drafters`.
         max_draft: most draft tokens a step may check for it.
         verification: the rule that judges its drafts: "match", "rejection" or "block".
         limit: most tokens it may ever hold (prompt, `max_tokens` and the model's context).
+        drafters: names that `drafter` may take, in the order of preference where nothing
+            else decides; left empty, the given `drafter` alone.
         prompt_logprobs: entries of the prompt computed so far; entry 0 is None.
     """
 
@@ -44,6 +47,7 @@ class Sequence:
     max_draft: int
     limit: int
     verification: str = "match"
+    drafters: tuple[str, ...] = ()
     tokens: list[int] = field(init=False)
     status: Status = Status.WAITING
     cached_prompt_tokens: int = 0
@@ -59,6 +63,7 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt)
+        self.drafters = self.drafters or (self.drafter,)
 
     @property
     def order(self) -> tuple[int, int, int, int]:

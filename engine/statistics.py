@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
+from dataclasses import replace
 
 from engine.draft.drafter import DraftProposal, Verdict
 from engine.scheduler import Scheduler, StepPlan
-from engine.types import StepStats
+from engine.types import SpeculationReport, StepStats
 
 
 def step_stats(
@@ -21,7 +22,7 @@ def step_stats(
     Args:
         times: when it started, planning ended, drafting ended, the target's pass ended, and it
             ended.
-        scheduler: as it is after the step.
+        scheduler: as it is before sequences that are complete end.
     """
     started, planned, drafted, verified, ended = times
     pool = scheduler.pool
@@ -43,6 +44,17 @@ def step_stats(
         preemptions=plan.preemptions,
         prefix_query_tokens=plan.prefix_query_tokens,
         prefix_hit_tokens=plan.prefix_hit_tokens,
+        drafter_seconds=proposal.seconds,
+    )
+
+
+def completed(stats: StepStats, scheduler: Scheduler, report: SpeculationReport) -> StepStats:
+    """The same, with what is known once sequences that are complete have ended."""
+    return replace(
+        stats,
+        running=len(scheduler.running),
+        pages_used=scheduler.pool.num_used,
+        speculation=report,
     )
 
 

@@ -57,12 +57,8 @@ class SamplingParams:
     def __post_init__(self) -> None:
         _check(0 <= self.max_tokens < 2**31, "max_tokens", self.max_tokens, "0 to 2147483647")
         _check(self.min_tokens >= 0, "min_tokens", self.min_tokens, "0 or more")
-        _check(
-            self.min_tokens <= self.max_tokens,
-            "min_tokens",
-            self.min_tokens,
-            f"at most max_tokens ({self.max_tokens})",
-        )
+        least, most = self.min_tokens, self.max_tokens
+        _check(least <= most, "min_tokens", least, f"at most max_tokens ({most})")
         _check(0.0 <= self.temperature <= 2.0, "temperature", self.temperature, "from 0 to 2")
         _check(0 <= self.top_k < 2**31, "top_k", self.top_k, "0 (off) or a positive 32-bit integer")
         _check(0.0 <= self.top_p <= 1.0, "top_p", self.top_p, "from 0 to 1")
@@ -178,6 +174,7 @@ class SequenceStats:
     finished: float
     accepted_prediction_tokens: int = 0  # drafts that came from the request's own `prediction`
     rejected_prediction_tokens: int = 0
+    speedup: float | None = None  # against plain decoding, by wall clock; None = unknown
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +231,7 @@ class SpeculationReport:
         basis: "measured", "modelled" or "unknown".
         speedup: ratio over the last few thousand steps; None while unknown.
         speedup_low, speedup_high: 95 % range; None until there are enough steps.
+        drafters: those that work; none while nothing is measured.
     """
 
     equal_seconds: float = 0.0
@@ -245,6 +243,7 @@ class SpeculationReport:
     speedup_high: float | None = None
     wasted_tokens: int = 0  # draft tokens checked for nothing
     rows_off: tuple[tuple[str, int], ...] = ()  # rows without a draft, by reason
+    drafters: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +267,8 @@ class StepStats:
     prefix_query_tokens: int
     prefix_hit_tokens: int
     speculation: SpeculationReport = field(default_factory=SpeculationReport)
-    plan_seconds: float = 0.0  # scheduling, and choosing draft lengths
+    plan_seconds: float = 0.0  # scheduling, and choosing drafters and draft lengths
+    drafter_seconds: Mapping[str, float] = field(default_factory=dict)  # draft_seconds by drafter
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,6 +6,8 @@ that no spelling of a URL can reach a route and miss the check.
 
 from __future__ import annotations
 
+from typing import Any
+
 from fastapi import Request
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -22,6 +24,23 @@ OPEN_PATHS = frozenset({"/health", "/livez", "/readyz", "/ping"})
 _SCHEME = "Bearer "
 
 
+def open_paths(options: ServerOptions) -> frozenset[str]:
+    """Paths that need no key."""
+    return OPEN_PATHS | {"/metrics"} if options.open_metrics else OPEN_PATHS
+
+
+def describe_access(document: dict[str, Any], options: ServerOptions) -> None:
+    """Writes into an OpenAPI document which operations need a key; nothing if none does."""
+    if not options.keys:
+        return
+    scheme = {"type": "http", "scheme": "bearer", "description": "One of the server's API keys."}
+    document["components"]["securitySchemes"] = {"bearer": scheme}
+    document["security"] = [{"bearer": []}]
+    for path in open_paths(options) & set(document["paths"]):
+        for operation in document["paths"][path].values():
+            operation["security"] = []
+
+
 class Gatekeeper:
     """Knows the caller of every request, or answers 401; counts requests, or answers 429.
 
@@ -35,7 +54,7 @@ class Gatekeeper:
         self._options = options
         self._metrics = metrics
         self._keys = options.keys
-        self._open = OPEN_PATHS | ({"/metrics"} if options.open_metrics else set())
+        self._open = open_paths(options)
         self._anybody = self._caller("", "")
         self._callers = {key.name: self._caller(key.name, key.tenant) for key in options.keys}
 

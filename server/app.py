@@ -6,12 +6,13 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from engine.types import EngineInfo
-from server.access import Gatekeeper
+from server.access import Gatekeeper, describe_access
 from server.chat import chat_router
 from server.completions import completions_router
 from server.context import EngineClient, ServerContext, ServerOptions
@@ -20,6 +21,7 @@ from server.metrics import Metrics
 from server.middleware import RequestGuard
 from server.ops import ops_router, version
 from server.schemas import ErrorResponse
+from server.speculation import speculation_router
 from server.text import TextCodec, Tokenizer
 
 _POLL_SECONDS = 0.05
@@ -58,7 +60,8 @@ def create_app(
     if isinstance(tokenizer, Tokenizer):
         context.text = TextCodec(tokenizer)
 
-    app = FastAPI(
+    app = _Application(
+        options,
         title="specserve",
         version=version(),
         description="OpenAI-compatible inference with lossless speculative decoding.",
@@ -71,10 +74,31 @@ def create_app(
     app.state.context = context
     app.include_router(completions_router(context))
     app.include_router(chat_router(context))
+    app.include_router(speculation_router(context))
     app.include_router(ops_router(context))
     install_error_handlers(app, metrics.rejected)
     _add_layers(app, options, metrics)
     return app
+
+
+class _Application(FastAPI):
+    """FastAPI, whose OpenAPI document also says who may call.
+
+    Args:
+        options: the keys, and what needs none.
+    """
+
+    def __init__(self, options: ServerOptions, **how: Any) -> None:
+        super().__init__(**how)
+        self._options = options
+
+    def openapi(self) -> dict[str, Any]:
+        """The document, made once."""
+        fresh = self.openapi_schema is None
+        document = super().openapi()
+        if fresh:
+            describe_access(document, self._options)
+        return document
 
 
 def _add_layers(app: FastAPI, options: ServerOptions, metrics: Metrics) -> None:

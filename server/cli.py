@@ -1,4 +1,4 @@
-"""The `specserve` command: serve, generate, pull, audit, doctor.
+"""The `specserve` command: serve, generate, pull, audit, plan, doctor.
 
 Exit codes: 0 done, 1 the engine died, a request failed or an audit found a fault, 2 a mistake
 in the command, the settings or the model, 130 and 143 interrupted.
@@ -19,7 +19,7 @@ from typing import Any, Literal, NoReturn, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from engine.errors import ConfigurationError, EngineError, InvalidRequest
-from server import audit, logs
+from server import audit, logs, plan
 from server.configure import did_you_mean, flag_of, load_settings
 from server.console import Console, LogConsole
 from server.ops import version
@@ -97,17 +97,30 @@ def make_parser() -> argparse.ArgumentParser:
             commands, "audit", _audit, "check that speculation changes nothing that is said"
         )
     )
+    plan.add_arguments(
+        _add_command(
+            commands, "plan", _plan, "work out when speculation pays, without a model", bare=True
+        )
+    )
     _add_command(commands, "doctor", _doctor, "show what this machine offers, and what is missing")
     return parser
 
 
 def _add_command(
-    commands: Any, name: str, run: Callable[[argparse.Namespace, Settings], int], help_text: str
+    commands: Any,
+    name: str,
+    run: Callable[[argparse.Namespace, Settings], int],
+    help_text: str,
+    *,
+    bare: bool = False,
 ) -> argparse.ArgumentParser:
+    """Adds a command; one that is `bare` has no settings."""
     parser: argparse.ArgumentParser = commands.add_parser(
         name, help=help_text, description=help_text, allow_abbrev=False
     )
-    parser.set_defaults(run=run, source=None)
+    parser.set_defaults(run=run, source=None, config=None)
+    if bare:
+        return parser
     parser.add_argument("--config", type=Path, metavar="FILE", help="YAML file of settings")
     settings = parser.add_argument_group(
         "settings", "also keys of the YAML file, and SPECSERVE_... in the environment"
@@ -217,6 +230,10 @@ def _audit(options: argparse.Namespace, settings: Settings) -> int:
         settings = _find_draft_model(settings, console)
         _hide_progress_bars()
         return audit.run(command, settings, directory, console)
+
+
+def _plan(options: argparse.Namespace, _: Settings) -> int:
+    return plan.run(options)
 
 
 def _doctor(_: argparse.Namespace, settings: Settings) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 from engine.errors import EngineError, EngineUnavailable
 from engine.types import EngineInfo, Event, FinishReason, Request
@@ -27,7 +27,7 @@ class EngineClient(Protocol):
 
     @property
     def step_age(self) -> float:
-        """Seconds since the last step began while there is work, else 0."""
+        """Seconds that the engine has been at work without coming round, 0 when idle."""
 
     async def start(self) -> None: ...
 
@@ -41,6 +41,9 @@ class EngineClient(Protocol):
         choice: int | None = None,
         reason: FinishReason = FinishReason.ABORT,
     ) -> None: ...
+
+    async def speculation(self) -> dict[str, Any]:
+        """The state of speculation, in JSON types."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -117,8 +117,9 @@ def _numerics(settings: Settings) -> Iterator[Finding]:
 
 
 def _drafter(settings: Settings, directory: Path | None) -> Iterator[Finding]:
-    """Whether the drafter fits the model."""
-    if settings.drafter != "model":
+    """Whether the drafters fit the model."""
+    names = settings.drafters or (settings.drafter,)
+    if "model" not in names:
         fits = {"lookup": "lookup: drafts from the text itself and so fits every model"}
         yield "drafter", fits.get(settings.drafter, settings.drafter), False
         return

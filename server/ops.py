@@ -7,7 +7,7 @@ from typing import Any
 
 from fastapi import APIRouter
 from prometheus_client import CONTENT_TYPE_LATEST
-from starlette.responses import JSONResponse, PlainTextResponse, Response
+from starlette.responses import JSONResponse, Response
 from typing_extensions import TypedDict
 
 from server.body import StrictRoute
@@ -26,6 +26,10 @@ class Status(TypedDict):
 
 
 _NOT_NOW: dict[int | str, dict[str, Any]] = {503: {"model": Status}}
+#: Only success is plain text; refusals are JSON here, too.
+_METRICS: dict[int | str, dict[str, Any]] = {
+    200: {"content": {"text/plain": {"schema": {"type": "string"}}}}
+}
 
 
 def ops_router(context: ServerContext) -> APIRouter:
@@ -68,7 +72,7 @@ def _add_health(router: APIRouter, context: ServerContext) -> None:
             return JSONResponse({"status": status}, status_code=503)
         return JSONResponse({"status": "ok"})
 
-    @router.get("/metrics", tags=["health"], response_class=PlainTextResponse)
+    @router.get("/metrics", tags=["health"], response_class=Response, responses=_METRICS)
     async def metrics() -> Response:
         """Prometheus metrics."""
         up = context.status() == "ready"

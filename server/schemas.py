@@ -237,6 +237,7 @@ class Speculation(TypedDict):
     accepted: int
     target_passes: int
     tokens_per_pass: float | None
+    speedup: float | None
 
 
 class CompletionLogprobs(TypedDict):

@@ -24,10 +24,12 @@ import uvicorn
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
 from engine.errors import ConfigurationError, EngineError, EngineUnavailable
+from engine.types import StepStats
 from server.app import create_app
 from server.connection import ConnectionLimits, connection_class
 from server.console import Console
 from server.context import ServerContext
+from server.load_log import LoadLog
 from server.metrics import Metrics
 from server.middleware import MAX_HEADER_BYTES
 from server.ops import version
@@ -113,10 +115,11 @@ class _Service:
     ) -> None:
         self._settings = settings
         self._console = console
-        metrics = Metrics(model_name)
+        self._load_log = LoadLog()
+        self._metrics = metrics = Metrics(model_name)
         self._engine = AsyncEngine(
             config,
-            on_step=metrics.on_step,
+            on_step=self._on_step,
             on_audit=metrics.on_audit,
             on_progress=console.say,
         )
@@ -160,7 +163,8 @@ class _Service:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal, number)
-        self._tasks += [asyncio.create_task(self._watch()), asyncio.create_task(self._beat())]
+        duties = (self._watch(), self._beat(), self._tell_load())
+        self._tasks += [asyncio.create_task(duty) for duty in duties]
         try:
             await self._server.serve(sockets=[listener])
         finally:
@@ -169,6 +173,16 @@ class _Service:
                 task.cancel()
             await asyncio.gather(*self._tasks, return_exceptions=True)
         return self._exit_code
+
+    def _on_step(self, stats: StepStats) -> None:
+        self._metrics.on_step(stats)
+        self._load_log.on_step(stats)
+
+    async def _tell_load(self) -> None:
+        """Logs a line every few seconds, if anything was done in them."""
+        while self._settings.log_load_seconds:
+            await asyncio.sleep(self._settings.log_load_seconds)
+            self._load_log.tell()
 
     def _failed(self, error: BaseException) -> None:
         """The engine could not start; the application has logged why."""
@@ -244,7 +258,7 @@ class _Service:
 
 def banner(context: ServerContext, url: str, settings: Settings) -> str:
     """What a person wants to know once the server is ready."""
-    info, keys = context.engine.info, context.options.keys
+    info = context.engine.info
     lines = {
         "model": f"{context.model_name} ({info.dtype} on {info.device}, "
         f"{info.runner} runner, {info.max_model_len} tokens of context)",
@@ -254,13 +268,20 @@ def banner(context: ServerContext, url: str, settings: Settings) -> str:
         if info.drafters and info.max_draft
         else "none",
         "numerics": info.numerics,
-        "access": f"{'this machine only' if is_loopback(settings.host) else 'the network'}, "
-        f"{len(keys)} API key{'s' * (len(keys) != 1)}",
+        "access": _who_may_call(settings.host, len(context.options.keys)),
         "URL": f"{url}/v1",
     }
     return "\n".join(
         [f"specserve {version()} is ready", *(f"  {k:<10}{v}" for k, v in lines.items())]
     )
+
+
+def _who_may_call(host: str, keys: int) -> str:
+    here = is_loopback(host)
+    if not keys:
+        return "this machine only; no API key needed" if here else "anybody; no API key needed"
+    which = "the API key" if keys == 1 else f"one of {keys} API keys"
+    return f"this machine only, with {which}" if here else f"anybody with {which}"
 
 
 def leave_at_once(code: int) -> NoReturn:

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, Self
+from typing import Annotated, Any, Literal, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from engine.config import (
     CacheConfig,
@@ -23,7 +23,7 @@ from engine.config import (
 )
 from server.context import ServerOptions
 from server.keys import read_keys
-from server.values import Count, Secrets, Size, Words, is_loopback
+from server.values import Count, Secrets, Size, SizeOrNone, Words, is_loopback, split
 
 _CACHE, _SCHEDULER, _SPECULATION = CacheConfig(), SchedulerConfig(), SpeculationConfig()
 _OPTIONS = ServerOptions()
@@ -67,6 +67,12 @@ class Settings(BaseModel):
     )
     drafter: Literal["lookup", "model", "none"] = Field(
         "lookup", description="who guesses tokens ahead; the output is the same with any"
+    )
+    drafters: Annotated[tuple[Literal["lookup", "model", "none"], ...], BeforeValidator(split)] = (
+        Field((), description="several of them, separated by commas; the best one drafts each time")
+    )
+    lookup_store_memory: SizeOrNone = Field(
+        0, description="memory for past answers that lookup drafts from, such as 64MiB; 0: none"
     )
     draft_model: str | None = Field(
         None, min_length=1, description="smaller model with the same tokenizer, for drafter model"
@@ -142,6 +148,9 @@ class Settings(BaseModel):
     log_level: Literal["debug", "info", "warning", "error"] = Field(
         "info", description="least severity that is logged"
     )
+    log_load_seconds: float = Field(
+        5.0, ge=0, description="time between lines on load and speed-up, while busy; 0: none"
+    )
     drain_seconds: float = Field(
         _OPTIONS.drain_seconds, ge=0, description="time that running requests get at shutdown"
     )
@@ -169,6 +178,23 @@ class Settings(BaseModel):
     max_generation_seconds: float = Field(
         _OPTIONS.generation_seconds, ge=0, description="longest answer (error 504); 0: no limit"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_first_drafter(cls, values: Any) -> Any:
+        """Of several drafters the first stands for all where one name is wanted."""
+        if not isinstance(values, dict) or not (names := split(values.get("drafters"))):
+            return values
+        return {"drafter": names[0], **values} if isinstance(names, list | tuple) else values
+
+    @model_validator(mode="after")
+    def _check_drafters(self) -> Self:
+        if self.drafters and self.drafter not in self.drafters:
+            raise ValueError(
+                f"drafter is {self.drafter}, but drafters is {', '.join(self.drafters)}; "
+                "set only one of the two"
+            )
+        return self
 
     @model_validator(mode="after")
     def _check_exposure(self) -> Self:
@@ -215,6 +241,8 @@ class Settings(BaseModel):
             speculation=SpeculationConfig(
                 mode=self.speculation,
                 drafter=self.drafter,
+                drafters=self.drafters,
+                lookup_store_bytes=self.lookup_store_memory,
                 max_draft=self.max_draft,
                 draft_model=None
                 if self.draft_model is None

@@ -171,6 +171,10 @@ class StepMetrics:
         self._hits = counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix index.")
         self._preemptions = counter("vllm:num_preemptions", "Sequences that lost their pages.")
         self._steps = counter("specserve_target_forwards", "Passes of the target model.")
+        self._rounds = counter(
+            "specserve_spec_draft_rounds",
+            "Draft rounds: the longest draft of each step, summed up.",
+        )
         self._drafts = counter("vllm:spec_decode_num_drafts", "Drafts the target checked.")
         self._drafted = counter("vllm:spec_decode_num_draft_tokens", "Draft tokens checked.")
         self._accepted = counter("vllm:spec_decode_num_accepted_tokens", "Draft tokens kept.")
@@ -181,6 +185,13 @@ class StepMetrics:
             "specserve_spec_draft_tokens_per_pos", "Draft tokens checked.", "position"
         )
         self._times(make)
+        self._facts(make)
+        self._tokens_per_step = TokensPerStep(make.model_name)
+        make.registry.register(self._tokens_per_step)
+        self._speculation = SpeculationCollector(make.model_name)
+        make.registry.register(self._speculation)
+
+    def _facts(self, make: Instruments) -> None:
         self._cache_info = Gauge(
             "vllm:cache_config_info",
             "The KV cache: tokens per page, and pages.",
@@ -193,22 +204,29 @@ class StepMetrics:
             [_MODEL, "method", "max_draft"],
             registry=make.registry,
         )
+        self._active = Gauge(
+            "specserve_spec_active",
+            "1 while a drafter works, 0 once it was switched off because it failed.",
+            [_MODEL, "method"],
+            registry=make.registry,
+        )
         self._invariant = Gauge(
             "specserve_row_invariant",
             "1 if logits do not depend on who shares the pass, 0 if they do (self-test at start).",
             [_MODEL],
             registry=make.registry,
         )
-        self._tokens_per_step = TokensPerStep(make.model_name)
-        make.registry.register(self._tokens_per_step)
-        self._speculation = SpeculationCollector(make.model_name)
-        make.registry.register(self._speculation)
 
     def _times(self, make: Instruments) -> None:
         histogram = make.histogram
         self._iteration = histogram("vllm:iteration_tokens_total", "Tokens a step.", _STEP_TOKENS)
         seconds = "seconds of a step"
         self._step_seconds = histogram("specserve_step_seconds", f"All {seconds}.", _STEP_SECONDS)
+        self._plan_seconds = histogram(
+            "specserve_spec_plan_seconds",
+            "Scheduling and choosing draft lengths, seconds of a step.",
+            _STEP_SECONDS,
+        )
         self._draft_seconds = histogram(
             "specserve_spec_draft_seconds", f"Drafting {seconds}.", _STEP_SECONDS
         )
@@ -229,13 +247,15 @@ class StepMetrics:
         self._steps.inc()
         self._iteration.observe(stats.prefill_tokens + stats.emitted_tokens)
         self._step_seconds.observe(stats.seconds)
+        self._plan_seconds.observe(stats.plan_seconds)
+        self._draft_seconds.observe(stats.draft_seconds)
         self._verify_seconds.observe(stats.verify_seconds)
         self._sample_seconds.observe(stats.sample_seconds)
         if stats.decode_sequences:
             self._tokens_per_step.add(stats.decode_sequences, stats.accepted_by_position)
         if not stats.drafted_by_position:
             return
-        self._draft_seconds.observe(stats.draft_seconds)
+        self._rounds.inc(len(stats.drafted_by_position))
         self._drafts.inc(stats.drafted_by_position[0])
         self._drafted.inc(sum(stats.drafted_by_position))
         self._accepted.inc(sum(stats.accepted_by_position))
@@ -260,5 +280,7 @@ class StepMetrics:
         self._cache_info.labels(name, str(info.page_size), str(info.num_pages)).set(1)
         for drafter in info.drafters:
             self._method_info.labels(name, drafter, str(info.max_draft)).set(1)
+            works = self._last is None or drafter in self._last.speculation.drafters
+            self._active.labels(name, drafter).set(works)
         if info.row_invariant is not None:
             self._invariant.labels(name).set(info.row_invariant)

@@ -38,7 +38,8 @@ def usage(generation: Generation) -> dict[str, Any]:
 
 def speculation(generation: Generation) -> dict[str, Any]:
     """Draft tokens checked and kept, target passes, and tokens emitted per pass (None = no
-    pass), summed over the finished choices."""
+    pass), summed over the finished choices; and their speed-up by wall clock (None = unknown).
+    """
     stats = _stats(generation)
     passes = sum(entry.target_passes for entry in stats)
     tokens = sum(c.text.tokens for c in generation.choices if c.stats is not None)
@@ -47,6 +48,7 @@ def speculation(generation: Generation) -> dict[str, Any]:
         "accepted": sum(entry.accepted_tokens for entry in stats),
         "target_passes": passes,
         "tokens_per_pass": round(tokens / passes, 4) if passes else None,
+        "speedup": _speedup(stats),
     }
 
 
@@ -67,6 +69,13 @@ def summary(generation: Generation) -> dict[str, Any]:
         **speculation(generation),
         "error": generation.error,
     }
+
+
+def _speedup(stats: list[SequenceStats]) -> float | None:
+    """Of all choices; each weighs as much as its passes, which take about equally long."""
+    known = [(entry.speedup, entry.target_passes) for entry in stats if entry.speedup is not None]
+    passes = sum(weight for _, weight in known)
+    return round(sum(value * weight for value, weight in known) / passes, 4) if passes else None
 
 
 def _since(start: float, instant: float | None) -> float | None:

@@ -46,6 +46,7 @@ def is_loopback(host: str) -> bool:
 
 
 Size = Annotated[int, BeforeValidator(parse_size), Field(ge=1)]
+SizeOrNone = Annotated[int, BeforeValidator(parse_size), Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
 Words = Annotated[tuple[str, ...], BeforeValidator(split)]
 Secrets = Annotated[tuple[SecretStr, ...], BeforeValidator(split)]

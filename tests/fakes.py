@@ -7,7 +7,7 @@ import functools
 import zlib
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,9 @@ from engine.config import (
     SchedulerConfig,
     SpeculationConfig,
 )
+from engine.control.adaptive import AdaptivePlanner, PlannerOptions
+from engine.control.planner import Planner
+from engine.control.shield import ShieldedPlanner
 from engine.core import Engine
 from engine.draft.drafter import Drafter
 from engine.draft.portfolio import DrafterPortfolio
@@ -118,11 +121,13 @@ def load_fake(max_model_len: int = CONTEXT) -> LoadedModel:
 @dataclass(frozen=True)
 class Setup:
     """How an engine is built; `loaded` is None for the fake model. `draft` is what the "model"
-    drafter runs."""
+    drafter runs. `drafters` are several built-in ones, or several that are injected."""
 
     loaded: LoadedModel | None = None
     draft: LoadedModel | None = None
     drafter: str | Drafter = "none"
+    drafters: tuple[str | Drafter, ...] = ()
+    store: int = 0  # bytes of past answers for "lookup"
     mode: str = "fixed"
     max_draft: int = 4
     page_size: int = 4
@@ -148,27 +153,38 @@ def make_engine(setup: Setup = Setup(), **changes: Any) -> BuiltEngine:
         max_model_len=setup.max_model_len or loaded.max_model_len,
         eos_token_ids=loaded.eos_token_ids if setup.eos is None else setup.eos,
     )
-    named = setup.drafter if isinstance(setup.drafter, str) else "none"
-    built = assemble(make_config(setup, named), loaded, setup.draft)
+    wanted = setup.drafters or (setup.drafter,)
+    built_in = tuple(d for d in wanted if isinstance(d, str)) or ("none",)
+    names = tuple(d if isinstance(d, str) else d.name for d in wanted)
+    built = assemble(make_config(setup, *built_in), loaded, setup.draft)
     parts = built.engine.parts
-    drafters: Mapping[str, Drafter] = {}
-    if not isinstance(setup.drafter, str):
-        named = setup.drafter.name
-        drafters = {named: setup.drafter}
+    drafters = {d.name: d for d in wanted if not isinstance(d, str)}
+    if drafters:
         portfolio = DrafterPortfolio(drafters, loaded.vocab_size)
-        parts = dataclasses.replace(parts, drafters=portfolio)
+        options = dataclasses.replace(_adaptive(parts.planner).options, advisor=portfolio)
+        parts = dataclasses.replace(parts, drafters=portfolio, planner=_plan_by(options))
     parts = dataclasses.replace(parts, target=setup.wrap(parts.target))
     engine = Engine(
         parts,
         max_model_len=loaded.max_model_len,
-        default_drafter=named,
+        default_drafters=names,
         max_draft=setup.max_draft,
     )
     rules = dataclasses.replace(built.rules, drafters=tuple(drafters) or built.rules.drafters)
     return dataclasses.replace(built, engine=engine, rules=rules)
 
 
-def make_config(setup: Setup = Setup(), drafter: str = "none") -> EngineConfig:
+def _plan_by(options: PlannerOptions) -> ShieldedPlanner:
+    return ShieldedPlanner(AdaptivePlanner(options))
+
+
+def _adaptive(planner: Planner) -> AdaptivePlanner:
+    assert isinstance(planner, ShieldedPlanner)
+    assert isinstance(planner.inner, AdaptivePlanner)
+    return planner.inner
+
+
+def make_config(setup: Setup = Setup(), *drafters: str) -> EngineConfig:
     """The configuration of `setup`."""
     return EngineConfig(
         model=ModelConfig("tiny"),
@@ -180,7 +196,12 @@ def make_config(setup: Setup = Setup(), drafter: str = "none") -> EngineConfig:
         scheduler=SchedulerConfig(
             max_batch_tokens=setup.max_batch_tokens, max_sequences=setup.max_sequences
         ),
-        speculation=SpeculationConfig(mode=setup.mode, drafter=drafter, max_draft=setup.max_draft),
+        speculation=SpeculationConfig(
+            mode=setup.mode,
+            drafters=drafters or ("none",),
+            lookup_store_bytes=setup.store,
+            max_draft=setup.max_draft,
+        ),
         threads=1,
     )
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine.async_engine import AsyncEngine, EventStream, _Stop
+from engine.async_engine import AsyncEngine, EventStream
 from engine.batch import Batch
 from engine.build import BuiltEngine
 from engine.config import EngineConfig, SchedulerConfig
@@ -23,6 +23,7 @@ from engine.errors import (
     InvalidRequest,
     Overloaded,
 )
+from engine.flight import Stop
 from engine.types import Event, Failed, Finished, FinishReason, StepStats, Tokens
 from tests.fakes import ask, make_config, make_engine
 from tests.test_core_limits import greedy_text
@@ -39,9 +40,11 @@ class Gate:
         self.store, self.device = runner.store, runner.device
         self.min_rows = runner.min_rows
         self.open = threading.Event()
+        self.reached = False  # by a pass, whether or not it may go on
         self.passes = 0
 
     def forward(self, batch: Batch) -> torch.Tensor:
+        self.reached = True
         assert self.open.wait(PATIENCE)
         self.passes += 1
         logits: torch.Tensor = self._runner.forward(batch)
@@ -167,7 +170,7 @@ def test_an_idle_engine_takes_no_steps() -> None:
     async def body(bench: Bench) -> None:
         await read(bench.engine.submit(ask("r", PROMPT, 2)))
         passes = bench.gate.passes
-        assert bench.engine.step_age == 0.0
+        await until(lambda: bench.engine.step_age == 0.0)
         await asyncio.sleep(0.05)
         assert bench.gate.passes == passes
 
@@ -180,6 +183,36 @@ def test_step_age_grows_while_a_step_hangs() -> None:
         await until(lambda: bench.engine.step_age > 0.01)
         bench.gate.open.set()
         await read(stream)
+        await until(lambda: bench.engine.step_age == 0.0)
+
+    Bench(closed=True).run(body)
+
+
+@pytest.mark.parametrize("where", ["add", "abort", "speculation"])
+def test_step_age_grows_wherever_the_thread_hangs(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not only in a step: whoever watches that age must see a thread that never comes round."""
+
+    async def body(bench: Bench) -> None:
+        stream = bench.engine.submit(ask("r", PROMPT, 60, ignore_eos=True))
+        await until(lambda: bench.gate.reached)
+        go_on, work = threading.Event(), getattr(bench.built.engine, where)
+
+        def hang(*given: Any) -> Any:
+            assert go_on.wait(PATIENCE)
+            return work(*given)
+
+        monkeypatch.setattr(bench.built.engine, where, hang)
+        others = [
+            asyncio.create_task(read(bench.engine.submit(ask("other", PROMPT, 2)))),
+            asyncio.create_task(bench.engine.speculation()),
+        ]
+        bench.engine.abort("r", 0)
+        bench.gate.open.set()
+        await until(lambda: bench.engine.step_age > 0.2)
+        go_on.set()
+        await asyncio.gather(read(stream), *others)
         await until(lambda: bench.engine.step_age == 0.0)
 
     Bench(closed=True).run(body)
@@ -290,7 +323,7 @@ def test_abort_of_one_choice_and_of_unknown_requests() -> None:
 def test_abort_before_the_engine_has_seen_the_request() -> None:
     async def body(bench: Bench) -> None:
         hold = bench.engine.submit(ask("hold", PROMPT, 1))
-        await until(lambda: bench.engine.step_age > 0)
+        await until(lambda: bench.gate.reached)
         stream = bench.engine.submit(ask("r", PROMPT, 20))
         await stream.aclose()
         bench.gate.open.set()
@@ -461,6 +494,6 @@ def test_a_loop_that_is_gone_does_not_hang_the_thread() -> None:
     while bench.built.engine.has_work and time.monotonic() < deadline:
         time.sleep(0.002)
     assert not bench.built.engine.has_work
-    bench.engine._inbox.put(_Stop())
+    bench.engine._inbox.put(Stop())
     thread.join(PATIENCE)
     assert not thread.is_alive()

@@ -29,6 +29,7 @@ MODEL = "SmolLM2-135M-Instruct"
 
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
+_TOOL = re.compile(r"tools/\w+\.py")
 _LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 
 
@@ -48,6 +49,11 @@ def flags_of(parser: argparse.ArgumentParser) -> dict[str, set[str]]:
     """Command -> flags."""
     [found] = [a for a in parser._actions if isinstance(a, argparse._SubParsersAction)]
     return {name: set(sub._option_string_actions) for name, sub in found.choices.items()}
+
+
+def flags_of_tool(path: str) -> set[str]:
+    """Flags that a script's source defines."""
+    return set(re.findall(r'add_argument\(\s*"(--[a-z-]+)"', (ROOT / path).read_text()))
 
 
 SPECSERVE = flags_of(make_parser())
@@ -122,7 +128,8 @@ def test_specserve(server: Server, command: str) -> None:
     arguments = shlex.split(command)[1:]
     assert arguments[0] != "serve" or "--print-config" in arguments
     if arguments[0] in ("generate", "audit"):
-        arguments += ["--model", str(server.log.parent / "tiny.gguf"), "--threads", "1"]
+        [model] = server.log.parent.glob("*.gguf")
+        arguments += ["--model", str(model), "--threads", "1"]
     home = {"SPECSERVE_HOME": str(server.log.parent)} if "--model" in arguments else {}
     assert run([sys.executable, "-m", "server.cli", *arguments], **home)
 
@@ -149,8 +156,11 @@ def test_defaults_in_the_table_of_flags() -> None:
 
 @pytest.mark.parametrize("name", PAGES)
 def test_flags_exist(name: str) -> None:
-    """In text they are specserve's or the load test's; in a command, that command's own."""
-    known = set().union(*SPECSERVE.values(), LOADTEST)
+    """In text they are those of specserve, the load test, or a tool that the page names; in a
+    command, that command's own."""
+    known = set().union(
+        *SPECSERVE.values(), LOADTEST, *map(flags_of_tool, _TOOL.findall(PAGES[name]))
+    )
     text = re.sub(_BLOCK, "", PAGES[name])
     assert {flag for flag in _FLAG.findall(text) if flag not in known} == set()
     for command in commands(PAGES[name], "bash", "sh", ""):

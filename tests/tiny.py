@@ -3,6 +3,7 @@ lies between a file and a server."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 
 import gguf
@@ -22,7 +23,28 @@ TEMPLATE = (
 )
 
 
-def write_gguf(path: Path, *, splitting: str = "smollm", architecture: str = "llama") -> Path:
+@dataclass(frozen=True)
+class Weights:
+    """What may differ from one tiny model to the next.
+
+    Attributes:
+        seed: of the random weights.
+        more_tokens: tokens on top of the byte-level vocabulary, so that logits take memory.
+        poisoned: a token whose embedding is not a number; the output has weights of its own.
+    """
+
+    seed: int = 0
+    more_tokens: int = 0
+    poisoned: int | None = None
+
+
+def write_gguf(
+    path: Path,
+    *,
+    splitting: str = "smollm",
+    architecture: str = "llama",
+    weights: Weights = Weights(),
+) -> Path:
     """Writes the model: one layer, byte-level vocabulary, tied embeddings, Q8_0 weights.
 
     Args:
@@ -39,8 +61,8 @@ def write_gguf(path: Path, *, splitting: str = "smollm", architecture: str = "ll
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_dimension_count(HEAD_SIZE)
     writer.add_rope_freq_base(10000.0)
-    tokens = _write_tokenizer(writer, splitting)
-    _write_weights(writer, tokens)
+    tokens = _write_tokenizer(writer, splitting, weights.more_tokens)
+    _write_weights(writer, tokens, weights)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -48,8 +70,9 @@ def write_gguf(path: Path, *, splitting: str = "smollm", architecture: str = "ll
     return path
 
 
-def _write_tokenizer(writer: gguf.GGUFWriter, splitting: str) -> int:
+def _write_tokenizer(writer: gguf.GGUFWriter, splitting: str, more: int) -> int:
     tokens = [*SPECIALS, *bytes_to_unicode().values(), *(m.replace(" ", "") for m in MERGES)]
+    tokens += [f"more{i}" for i in range(more)]
     writer.add_vocab_size(len(tokens))
     writer.add_tokenizer_model("gpt2")
     writer.add_tokenizer_pre(splitting)
@@ -65,15 +88,22 @@ def _write_tokenizer(writer: gguf.GGUFWriter, splitting: str) -> int:
     return len(tokens)
 
 
-def _write_weights(writer: gguf.GGUFWriter, vocabulary: int) -> None:
-    random = np.random.default_rng(0)
+def _write_weights(writer: gguf.GGUFWriter, vocabulary: int, weights: Weights) -> None:
+    random = np.random.default_rng(weights.seed)
 
     def matrix(name: str, rows: int, columns: int) -> None:
         values = random.normal(0, 0.3, (rows, columns)).astype(np.float32)
         kind = gguf.GGMLQuantizationType.Q8_0
-        writer.add_tensor(name, gguf.quants.quantize(values, kind), raw_dtype=kind)
+        blocks = gguf.quants.quantize(values, kind)
+        if name == "token_embd.weight" and weights.poisoned is not None:
+            # A block is a half-precision scale and 32 bytes; here no scale is a number.
+            row = blocks[weights.poisoned].reshape(-1, 34)
+            row[:, :2] = np.array([np.nan], np.float16).view(np.uint8)
+        writer.add_tensor(name, blocks, raw_dtype=kind)
 
     matrix("token_embd.weight", vocabulary, HIDDEN)
+    if weights.poisoned is not None:
+        matrix("output.weight", vocabulary, HIDDEN)
     matrix("blk.0.attn_q.weight", HEADS * HEAD_SIZE, HIDDEN)
     matrix("blk.0.attn_k.weight", KV_HEADS * HEAD_SIZE, HIDDEN)
     matrix("blk.0.attn_v.weight", KV_HEADS * HEAD_SIZE, HIDDEN)

@@ -10,12 +10,14 @@ from __future__ import annotations
 import logging
 from collections import deque
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from engine.audit.compare import Mismatch, first_mismatch
 from engine.audit.recompute import NEAR_TIE
 from engine.cache.pages import PRIVATE
 from engine.config import SchedulerConfig
 from engine.control.planner import FixedPlanner, Planner
+from engine.control.status import describe
 from engine.core import Engine, EngineParts, StepOutput
 from engine.types import (
     AuditStats,
@@ -75,7 +77,7 @@ class AuditingEngine(Engine):
         parts: EngineParts,
         *,
         max_model_len: int,
-        default_drafter: str,
+        default_drafters: tuple[str, ...],
         max_draft: int,
         rate: float,
         dtype: str,
@@ -83,7 +85,7 @@ class AuditingEngine(Engine):
         super().__init__(
             parts,
             max_model_len=max_model_len,
-            default_drafter=default_drafter,
+            default_drafters=default_drafters,
             max_draft=max_draft,
         )
         self._rate = rate
@@ -123,6 +125,11 @@ class AuditingEngine(Engine):
             return StepOutput([], None, self._follow(self._audit, output))
         self._watch(output)
         return output
+
+    def speculation(self) -> dict[str, Any]:
+        """See `Engine.speculation`; an audit that runs has no part in it."""
+        planner = self.parts.planner if self._audit is None else self._audit.planner
+        return describe(planner, self.parts.drafters.names)
 
     # -- callers -------------------------------------------------------------------------
 

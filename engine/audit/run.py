@@ -82,7 +82,7 @@ def audit_engine(
         InvalidRequest: not one prompt fits into the context.
     """
     engine = built.engine
-    engine.parts = replace(engine.parts, planner=FixedPlanner())
+    engine.parts = replace(engine.parts, planner=FixedPlanner(engine.parts.drafters))
     requests = [_request(i, prompt, options) for i, prompt in enumerate(prompts)]
     fitting = [request for request in requests if _fits(built, request)]
     if not fitting:

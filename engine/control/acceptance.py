@@ -18,9 +18,6 @@ continue; drafters that know nothing always use bucket 0.
 
 from __future__ import annotations
 
-from itertools import groupby
-from operator import attrgetter
-
 import numpy as np
 
 from engine.control.means import NUM_BUCKETS, Floats, Ints, Means, longer
@@ -166,39 +163,50 @@ class AcceptanceModel:
     # -- learning ------------------------------------------------------------------------
 
     def settle(self) -> None:
-        """Works in what was noted, steps of the same sequences together."""
+        """Works in what was noted, all drafts of a sequence, drafter and bucket together."""
         noted, self._noted = self._noted, []
-        who = attrgetter("slots", "buckets")
-        noted.sort(key=who)
-        for _, steps in groupby(noted, key=who):
-            self._learn(list(steps))
         if noted:
+            self._learn(noted)
             self._means.refresh()
         self._free.extend(self._leaving)
         self._leaving.clear()
         self.surprises = 0
 
-    def _learn(self, steps: list[Outcomes]) -> None:
-        slots, buckets = np.array(steps[0].slots), np.array(steps[0].buckets)
-        allowed, drafted, accepted = (
-            np.array([getattr(step, name) for step in steps])[:, :, None]
-            for name in ("allowed", "drafted", "accepted")
+    def _learn(self, noted: list[Outcomes]) -> None:
+        def gather(name: str) -> Ints:
+            return np.array([value for step in noted for value in getattr(step, name)])
+
+        allowed, accepted, refused = gather("allowed"), gather("accepted"), gather("refused")
+        places, place = np.unique(
+            gather("slots") * NUM_BUCKETS + gather("buckets"), return_inverse=True
         )
-        refused = np.array([step.refused for step in steps])[:, :, None]
-        outcome = np.empty((len(slots), 2, self.depth))
-        (self._depths < accepted).sum(axis=0, out=outcome[:, 0])
-        ((self._depths == accepted) & refused).sum(axis=0, out=outcome[:, 1])
-        offer = np.empty_like(outcome)
-        (self._depths < drafted).sum(axis=0, out=offer[:, 0])
-        (self._depths < allowed).sum(axis=0, out=offer[:, 1])
-        drafters, drafts = self._drafter[slots], (allowed > 0).sum(axis=(0, 2))
-        self._learn_trust(slots, buckets, outcome)
-        self._learn_means(drafters * NUM_BUCKETS + buckets, slots, drafts, (outcome, offer))
-        self._learn_own(slots, buckets, outcome, offer)
-        judged = (accepted > 0) | refused
-        expected = np.array([step.expected for step in steps])
-        surprise = ((accepted > 0)[:, :, 0] - expected) * judged[:, :, 0]
-        self._watch(slots, surprise.sum(axis=0), judged.sum(axis=(0, 2)))
+        sums = np.zeros((5, len(places), self.depth))
+        depths, own = self._depths, np.flatnonzero(allowed)
+        place, accepted, refused = place[own], accepted[own, None], refused[own, None]
+        for number, marks in enumerate(
+            (
+                depths < accepted,
+                (depths == accepted) & refused,
+                depths < gather("drafted")[own, None],
+                depths < allowed[own, None],
+            )
+        ):
+            np.add.at(sums[number], place, marks)
+        judged = ((accepted > 0) | refused)[:, 0]
+        surprise = ((accepted[:, 0] > 0) - gather("expected")[own]) * judged
+        np.add.at(sums[4, :, 0], place, surprise)
+        drafts = np.bincount(place, minlength=len(places))
+        slots, buckets = np.divmod(places, NUM_BUCKETS)
+        # One bucket of each slot at a time: a slot has sums that all its buckets add to.
+        turn = np.arange(len(places)) - np.searchsorted(slots, slots)
+        for number in range(int(turn.max()) + 1):
+            mine = turn == number
+            outcome = sums[:2, mine].transpose(1, 0, 2)
+            offer = sums[2:4, mine].transpose(1, 0, 2)
+            self._learn_trust(slots[mine], buckets[mine], outcome)
+            self._learn_means(places[mine], drafts[mine], (outcome, offer))
+            self._learn_own(slots[mine], buckets[mine], outcome, offer)
+            self._watch(slots[mine], sums[4, mine, 0], outcome[:, :, 0].sum(axis=1))
 
     def _own(self, slots: Ints, buckets: Ints) -> Floats:
         """[R, depth]: acceptance as the sequences' own outcomes have it."""
@@ -233,24 +241,23 @@ class AcceptanceModel:
         keep = np.power(_OFFER_DISCOUNT, offer[:, 1:])
         self._offer[slots] = self._offer[slots] * keep + offer
 
-    def _learn_means(
-        self, places: Ints, slots: Ints, drafts: Ints, sums: tuple[Floats, Floats]
-    ) -> None:
+    def _learn_means(self, places: Ints, drafts: Ints, sums: tuple[Floats, Floats]) -> None:
         """Adds to the means over all sequences.
 
         Args:
-            places: drafter * NUM_BUCKETS + bucket, of each sequence.
-            slots: of each.
+            places: slot * NUM_BUCKETS + bucket; no slot twice.
             drafts: that each made.
             sums: outcomes and offers of each.
         """
+        slots, buckets = np.divmod(places, NUM_BUCKETS)
         weights = _NOVELTY / (_NOVELTY + self._drafts[slots])
         self._drafts[slots] += drafts
         outcome, offer = (part * weights[:, None, None] for part in sums)
-        for place in set(places.tolist()):
-            own = places == place
+        means = self._drafter[slots] * NUM_BUCKETS + buckets
+        for mean in set(means.tolist()):
+            own = means == mean
             weight = float(weights[own] @ drafts[own])
-            at = divmod(place, NUM_BUCKETS)
+            at = divmod(mean, NUM_BUCKETS)
             self._means.learn(at, weight, outcome[own].sum(axis=0), offer[own].sum(axis=0))
 
     def _watch(self, slots: Ints, surprise: Floats, judged: Ints) -> None:

@@ -4,22 +4,24 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from engine.control.acceptance import AcceptanceModel
+from engine.control.allocate import Margins
 from engine.control.baseline import Baseline, Basis
 from engine.control.calibration import Calibration
-from engine.control.decision import Decider
+from engine.control.decision import Decider, Decision
 from engine.control.explore import Explorer
 from engine.control.guard import Guard
 from engine.control.latency import CostModel
 from engine.control.outcomes import Outcomes
+from engine.control.scoring import Scorer
 from engine.control.speedup import Gain, Meter
-from engine.control.step import OffReason, Outlook, PendingStep, read_step
-from engine.draft.drafter import Verdict
+from engine.control.step import OffReason, PendingStep, read_step
+from engine.draft.drafter import Advisor, NoAdvice, Verdict
 from engine.scheduler import StepPlan
 from engine.sequence import Sequence, Status
 from engine.types import StepStats
@@ -47,7 +49,7 @@ class PlannerOptions:
         most_rows: most query tokens of a pass.
         mode: server-wide.
         calibration: of this machine; None = learn from scratch.
-        outlooks: by name of drafter; what it knows before it drafts.
+        advisor: what drafters know before they draft.
         seed: of the lottery for shadow steps.
         clock: monotonic seconds.
     """
@@ -56,7 +58,7 @@ class PlannerOptions:
     most_rows: int = 4096
     mode: Mode = Mode.AUTO
     calibration: Calibration | None = None
-    outlooks: Mapping[str, Outlook] = field(default_factory=dict)
+    advisor: Advisor = field(default_factory=NoAdvice)
     seed: int = 0
     clock: Callable[[], float] = time.perf_counter
 
@@ -82,6 +84,7 @@ class AdaptivePlanner:
         self.meter = Meter(self.baseline)
         self.guard = Guard()
         self.explorer = Explorer(options.seed)
+        self.scorer = Scorer(options.advisor)
         self.off_reasons: Counter[OffReason] = Counter()
         self.wasted_tokens = 0
         self.steps = 0
@@ -94,51 +97,68 @@ class AdaptivePlanner:
     def choose(self, plan: StepPlan) -> list[int]:
         """See `Planner.choose`."""
         began = self.options.clock()
-        step = read_step(plan, self.options.mode is Mode.OFF, self.options.outlooks)
+        step = read_step(plan, self.options.mode is Mode.OFF, self.options.advisor)
         self._pending = step
         self.steps += 1
         if step.rows:
-            sequences = [plan.scheduled[i].sequence for i in step.rows]
-            limits = [plan.scheduled[i].max_draft for i in step.rows]
             if self.options.mode is Mode.FIXED:
-                self._follow_orders(step, sequences, limits)
+                self._follow_orders(step)
             else:
-                self._optimise(step, sequences, limits)
+                self._optimise(step)
+                self.scorer.look(step)
         step.planning_seconds = self.options.clock() - began
         return step.lengths
 
     def release(self, sequence: Sequence) -> None:
         """See `Planner.release`."""
+        for judged in self.scorer.flush():
+            self.acceptance.note(judged)
+        self.scorer.release(sequence)
         self.acceptance.release(sequence)
         self.explorer.release(sequence)
         self.meter.release(sequence)
 
-    def _follow_orders(
-        self, step: PendingStep, sequences: list[Sequence], limits: list[int]
-    ) -> None:
-        """All that is allowed, but for the plain steps that the meter needs."""
-        step.slots = [self.acceptance.slot(s, s.drafter) for s in sequences]
-        step.expected = [1.0] * len(limits)
+    def _follow_orders(self, step: PendingStep) -> None:
+        """All that is allowed, from the first drafter that has something to offer, but for the
+        plain steps that the meter needs."""
+        step.slots = [self.acceptance.slot(line.sequence, line.drafter) for line in step.lines]
+        step.expected = [1.0] * len(step.lines)
         if not self._is_shadow(step, None):
-            step.assign(limits)
+            step.assign(step.used, [step.lines[line].limit for line in step.used])
 
-    def _optimise(self, step: PendingStep, sequences: list[Sequence], limits: list[int]) -> None:
-        decision = self.decider.decide(step, self.steps, sequences, limits)
+    def _optimise(self, step: PendingStep) -> None:
+        decision = self.decider.decide(step, self.steps)
         step.slots, step.expected = decision.slots, decision.expected
         if self.guard.closed(step.decode.batch):
             step.why_not = OffReason.GUARD
             return
-        lengths = list(decision.lengths)
+        used, lengths = decision.chosen(step.used)
         if any(lengths) and self._is_shadow(step, decision.best.saved_seconds):
             return
         # Probes wait until it is known what plain steps cost, or there would be none.
-        if self.baseline.known and self.explorer.any_due(self.steps, sequences):
-            margins = self.decider.margins(decision, step)
-            chosen = self.explorer.probes(self.steps, sequences, lengths, margins)
-            step.probed = [step.rows[n] for n in chosen]
-            for n in chosen:
-                lengths[n] += 1
-        step.assign(lengths)
+        if self.baseline.known:
+            for line in self._probes(step, decision, used):
+                row = step.lines[line].row
+                step.probed.append(step.rows[row])
+                lengths[row] = 1 + (lengths[row] if used[row] == line else 0)
+                used[row] = line
+        step.assign(used, lengths)
+
+    def _probes(self, step: PendingStep, decision: Decision, used: list[int]) -> list[int]:
+        """Lines that get a draft token more than planned: of each sequence those in turn whose
+        drafters can only be known by trying."""
+        tried: dict[int, list[int]] = {}
+        for number, line in enumerate(step.lines):
+            if line.drafter not in self.scorer.free:
+                tried.setdefault(line.row, []).append(number)
+        lines = [numbers[self.steps % len(numbers)] for numbers in tried.values()]
+        sequences = [step.lines[line].sequence for line in lines]
+        if not self.explorer.any_due(self.steps, sequences):
+            return []
+        every = self.decider.margins(decision, step)
+        lengths = [decision.lengths[used[step.lines[line].row]] for line in lines]
+        chosen = self.explorer.probes(self.steps, sequences, lengths, _only(every, lines))
+        return [lines[n] for n in chosen]
 
     def _is_shadow(self, step: PendingStep, loss: float | None) -> bool:
         """Whether the drafts of this step are left out to measure a plain one."""
@@ -198,23 +218,23 @@ class AdaptivePlanner:
         phases = stats.verify_seconds + stats.draft_seconds + step.planning_seconds
         depth = max(drafted, default=0)
         costs.observe_overhead(step.decode.batch, total, depth, stats.seconds - phases)
-        lengths: dict[str, list[int]] = {}
-        for i in step.rows:
-            if step.lengths[i]:
-                drafter = step.plan.scheduled[i].sequence.drafter
-                lengths.setdefault(drafter, []).append(step.lengths[i])
-        costs.observe_drafts(lengths, stats.draft_seconds)
+        for name, lines in step.drafting().items():
+            lengths = [step.length(line) for line in lines]
+            seconds = stats.drafter_seconds.get(name, stats.draft_seconds)
+            costs.draft(name).update(lengths, seconds, sum(line.backlog for line in lines))
 
     def _learn_acceptance(self, step: PendingStep, verdicts: Seq[Verdict]) -> None:
+        for judged in self.scorer.judge():
+            self.acceptance.note(judged)
         lengths = [step.lengths[i] for i in step.rows]
         if not any(lengths):
             return
         own = [verdicts[i] for i in step.rows]
         self.acceptance.note(
             Outcomes(
-                slots=step.slots,
-                buckets=step.buckets,
-                expected=step.expected,
+                slots=[step.slots[line] for line in step.used],
+                buckets=[step.lines[line].bucket for line in step.used],
+                expected=[step.expected[line] for line in step.used],
                 allowed=lengths,
                 drafted=[verdict.drafted for verdict in own],
                 accepted=[verdict.accepted for verdict in own],
@@ -242,3 +262,13 @@ class AdaptivePlanner:
             if verdict.emitted and scheduled.sequence.status is not Status.FINISHED:
                 emitted.append((scheduled.sequence, len(verdict.emitted)))
         self.meter.credit(emitted)
+
+
+def _only(margins: Margins, lines: list[int]) -> Margins:
+    """Those of some lines."""
+    return replace(
+        margins,
+        gain=[margins.gain[line] for line in lines],
+        price=[margins.price[line] for line in lines],
+        promise=[margins.promise[line] for line in lines],
+    )

@@ -6,34 +6,21 @@ queue gives each sequence the beginning of its draft. Each front part is priced 
 measured costs, which rise in steps, and the best one wins. This is exact for independent
 outcomes, and nothing depends on the tokens themselves, so every verification rule stays
 lossless.
+
+Where several drafters may guess for a sequence, there are several such queues: one for each
+drafter alone, and one with the drafter for each sequence that gains most by itself. The best
+front part of all of them wins.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from engine.control.candidates import Candidates, Queue
 from engine.control.latency import CostModel, Load
 from engine.control.means import Floats, Ints
-
-
-@dataclass(frozen=True, slots=True)
-class Candidates:
-    """Sequences that may draft in this step.
-
-    Attributes:
-        acceptance: [R, J] that a token is accepted if all before it are.
-        offers: [R, J] that the drafter offers that many tokens; never rising.
-        limits: [R] most draft tokens.
-        drafters: one name per sequence.
-    """
-
-    acceptance: Floats
-    offers: Floats
-    limits: Ints
-    drafters: list[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +28,8 @@ class Allocation:
     """The best draft lengths, and why.
 
     Attributes:
-        lengths: [R].
+        drafters: names that were considered for it.
+        lengths: [R], above 0 in at most one line of each sequence.
         tokens: expected tokens of the step.
         seconds: expected seconds of the step.
         plain_seconds: of the same step without drafts.
@@ -50,6 +38,7 @@ class Allocation:
         chance: that any draft token is offered at all.
     """
 
+    drafters: tuple[str, ...]
     lengths: Ints
     tokens: float
     seconds: float
@@ -80,23 +69,44 @@ class Margins:
     promise: list[float]
 
 
-def allocate(rows: Candidates, decode: Load, whole: Load, costs: CostModel) -> Allocation:
-    """Chooses draft lengths.
+def allocate(
+    rows: Candidates,
+    decode: Load,
+    whole: Load,
+    costs: CostModel,
+    like: Allocation | None = None,
+) -> Allocation:
+    """Chooses draft lengths, and the drafter of each sequence.
 
     Args:
-        rows: who may draft.
+        rows: what could be drafted.
         decode: the step's emitting sequences alone.
         whole: with the prefill that shares the pass. Its cost is paid either way, so a token
             is worth what it takes in pure decoding, and only what drafts add is weighed.
         costs: of this machine.
+        like: an allocation for the same sequences shortly before. Only the drafters that it
+            took are considered then, which saves pricing the others.
     """
-    priced = [_price(_Queue(part), decode, whole, costs) for part in _portfolios(rows)]
-    token_seconds = min(float((p.alone / p.tokens).min()) for p in priced)
+    names = tuple(sorted(set(rows.drafters)))
+    if like is not None and set(like.drafters) <= set(names):
+        own = _one_line_each(rows, like.drafters, decode, costs, like.token_seconds)
+        priced = [_price(rows, own, decode, whole, costs)]
+    else:
+        priced = [_price(rows, rows.of(name), decode, whole, costs) for name in names]
+        if len(names) > 1:
+            worth = min(p.token_seconds for p in priced)
+            own = _one_line_each(rows, names, decode, costs, worth)
+            priced.append(_price(rows, own, decode, whole, costs))
+    token_seconds = min(p.token_seconds for p in priced)
     scores = [p.tokens * token_seconds - p.together for p in priced]
-    score, chosen = max(zip(scores, priced, strict=True), key=lambda pair: float(pair[0].max()))
+    number = max(range(len(scores)), key=lambda n: float(scores[n].max()))
+    score, chosen = scores[number], priced[number]
     best = int(score.argmax())
+    lengths = np.zeros(len(rows.limits), dtype=np.int64)
+    lengths[chosen.lines] = chosen.queue.lengths(best)
     return Allocation(
-        lengths=chosen.queue.lengths(best),
+        drafters=tuple(sorted({rows.drafters[line] for line in chosen.lines})),
+        lengths=lengths,
         tokens=float(chosen.tokens[best]),
         seconds=float(chosen.together[best]),
         plain_seconds=float(chosen.together[0]),
@@ -108,30 +118,51 @@ def allocate(rows: Candidates, decode: Load, whole: Load, costs: CostModel) -> A
 
 @dataclass(frozen=True, slots=True)
 class _Priced:
-    """A queue with expected tokens and seconds of every front part of it."""
+    """The queue of some lines, with expected tokens and seconds of every front part of it."""
 
-    queue: _Queue
+    lines: Ints
+    queue: Queue
     tokens: Floats
     alone: Floats  # seconds without the prefill
     together: Floats
 
+    @property
+    def token_seconds(self) -> float:
+        """Of a token at its cheapest."""
+        return float((self.alone / self.tokens).min())
 
-def _price(queue: _Queue, decode: Load, whole: Load, costs: CostModel) -> _Priced:
+
+def _price(rows: Candidates, lines: Ints, decode: Load, whole: Load, costs: CostModel) -> _Priced:
+    queue = Queue(rows if len(lines) == len(rows.limits) else rows.take(lines))
     aside = costs.overhead(decode.batch) + queue.draft_seconds(costs)
     alone = aside + queue.pass_seconds(costs, decode)
     together = alone if whole == decode else aside + queue.pass_seconds(costs, whole)
-    return _Priced(queue, decode.batch + queue.gains, alone, together)
+    return _Priced(lines, queue, decode.batch + queue.gains, alone, together)
 
 
-def _portfolios(rows: Candidates) -> list[Candidates]:
-    """With all drafters, and with each of them alone: where one is so dear that it does not
-    pay, it must not stand in the others' way."""
-    names = set(rows.drafters)
+def _one_line_each(
+    rows: Candidates, names: tuple[str, ...], load: Load, costs: CostModel, token_seconds: float
+) -> Ints:
+    """One line of each sequence: of these drafters the one that gains most if all lines of a
+    drafter share its calls and rounds."""
     if len(names) == 1:
-        return [rows]
-    drafters = np.array(rows.drafters)
-    alone = [replace(rows, limits=rows.limits * (drafters == name)) for name in sorted(names)]
-    return [rows, *alone]
+        return rows.of(names[0])
+    depth = rows.acceptance.shape[1]
+    table = costs.target.table(load, load.batch)
+    depths = np.arange(1.0, depth + 1.0)
+    net = (rows.acceptance.cumprod(axis=1) * rows.offers).cumsum(axis=1) * token_seconds
+    net -= rows.offers.cumsum(axis=1) * ((table[-1] - table[0]) / load.batch)
+    for name in names:
+        own, draft = rows.of(name), costs.draft(name)
+        sharing = np.full(depth, float(len(own)))
+        net[own] -= draft.seconds(np.stack((sharing, depths, sharing * depths))) / len(own)
+        if rows.backlog is not None:
+            net[own] -= draft.read_seconds * rows.backlog[own, None]
+    net[depths > rows.limits[:, None]] = -np.inf
+    best, owners = net.max(axis=1), rows.sequences
+    best[~np.isin(rows.drafters, names)] = -np.inf
+    order = np.lexsort((-best, owners))
+    return np.sort(order[np.diff(owners[order], prepend=-1) > 0])
 
 
 def margins(
@@ -156,78 +187,6 @@ def margins(
         price=price.tolist(),
         promise=np.where(lengths < rows.limits, promise, -np.inf).tolist(),
     )
-
-
-class _Queue:
-    """All draft tokens, best first, and what every front part of them costs.
-
-    Attributes:
-        gains: expected tokens of every front part, from the empty one on.
-        levels, chances: how many draft tokens there will be, as a distribution on two points:
-            `levels` with probability `chances`, else none. A lookup offers a whole draft or
-            nothing, and costs rise in steps, so the mean alone would mislead. With mean m and
-            variance v of the number, the point m + v/m keeps both; it is exact for a single
-            sequence, and close to the mean for many.
-    """
-
-    def __init__(self, rows: Candidates) -> None:
-        self._rows = rows
-        count, depth = rows.acceptance.shape
-        offers = rows.offers
-        parts = np.empty((3, count, depth))
-        survival = rows.acceptance.cumprod(axis=1)
-        np.multiply(survival, offers, out=parts[0])
-        parts[1] = offers
-        # What the token at depth j adds to the variance of its sequence's number of tokens.
-        parts[2] = offers * (2 * np.arange(depth) + 1 + offers - 2 * offers.cumsum(axis=1))
-        # A draft that is rarely offered must not stand in front of one that is: its call is
-        # paid for each time.
-        merit = np.minimum.accumulate(survival * np.sqrt(offers), axis=1)
-        total = int(rows.limits.sum())
-        if total < merit.size:
-            merit[np.arange(depth) >= rows.limits[:, None]] = -1.0
-        order = (-merit).ravel().argsort(kind="stable")[:total]
-        self._row, self._depth = np.divmod(order, depth)
-        sums = np.zeros((3, total + 1))
-        parts.reshape(3, -1)[:, order].cumsum(axis=1, out=sums[:, 1:])
-        self.gains, mean, variance = sums
-        upper = mean + np.maximum(variance, 0.0) / np.maximum(mean, 1e-12)
-        levels = np.minimum(np.ceil(upper - 1e-9), np.arange(total + 1))
-        self.levels: Ints = levels.astype(np.int64)
-        self.chances: Floats = mean / np.maximum(levels, 1.0)
-
-    def lengths(self, first: int) -> Ints:
-        """Draft lengths if the first so many tokens of the queue are taken."""
-        return np.bincount(self._row[:first], minlength=len(self._rows.limits))
-
-    def pass_seconds(self, costs: CostModel, load: Load) -> Floats:
-        """Seconds of the target's pass, for every front part."""
-        table = costs.target.table(load, int(self.levels.max()))
-        seconds: Floats = table[0] + self.chances * (table[self.levels] - table[0])
-        return seconds
-
-    def draft_seconds(self, costs: CostModel) -> Floats:
-        """Seconds of drafting and of longer sampling, for every front part."""
-        names = set(self._rows.drafters)
-        counts = self._counts(None)
-        result = costs.extra(self.levels * self.chances, counts[1] * self.chances)
-        if len(names) == 1:
-            result += costs.draft(*names).seconds(counts)
-            return result
-        drafters = np.array(self._rows.drafters)
-        for name in names:
-            result += costs.draft(name).seconds(self._counts((drafters == name)[self._row]))
-        return result
-
-    def _counts(self, own: NDArray[np.bool_] | None) -> Floats:
-        """[3, front parts]: sequences that draft, rounds, tokens; of `own` tokens or all."""
-        counts = np.zeros((3, len(self.levels)))
-        depth = self._depth + 1
-        taken = np.ones_like(depth) if own is None else own.astype(np.int64)
-        (taken * (depth == 1)).cumsum(out=counts[0, 1:])
-        np.maximum.accumulate(taken * depth, out=counts[1, 1:])
-        taken.cumsum(out=counts[2, 1:])
-        return counts
 
 
 def _next_pass_seconds(costs: CostModel, load: Load, level: int) -> float:

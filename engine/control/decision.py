@@ -1,4 +1,4 @@
-"""From estimates and costs to draft lengths."""
+"""From estimates and costs to drafters and draft lengths."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from engine.control.acceptance import AcceptanceModel
-from engine.control.allocate import Allocation, Candidates, Margins, allocate, margins
+from engine.control.allocate import Allocation, Margins, allocate, margins
+from engine.control.candidates import Candidates
 from engine.control.latency import CostModel, Load
-from engine.control.step import PendingStep
-from engine.sequence import Sequence
+from engine.control.step import Line, PendingStep
 
 #: Expected gain at which speculation is taken up; it is kept while there is any.
 _WORTH_STARTING = 0.02
@@ -23,37 +23,61 @@ _SURPRISES = 2
 #: Outcomes of drafts before which every step is decided anew.
 _SETTLED = 32
 
+#: Catching up pays for as many further steps of the same drafter, or for those that are left.
+_CATCH_UP_STEPS = 16
+
 #: Decisions that are kept at once; they differ in what the drafters know beforehand.
 _MOST_KEPT = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Draft lengths for a set of sequences, before probes and shadow steps.
+    """Draft lengths for a set of lines, before probes and shadow steps.
 
     Attributes:
-        sequences, buckets, limits: what was decided on.
-        slots: of the sequences in the acceptance model.
+        lines: what was decided on.
+        slots: of the lines in the acceptance model.
         expected: acceptance at depth 1 of each.
-        lengths: of each; all 0 if `best` is not worth it.
+        lengths: of each; all 0 if `best` is not worth it, else above 0 in at most one line of
+            a sequence.
         rows: with all that is known of them.
         best: the best allocation.
     """
 
-    sequences: list[Sequence]
-    buckets: list[int]
-    limits: list[int]
+    lines: list[Line]
     slots: list[int]
     expected: list[float]
     lengths: list[int]
     rows: Candidates
     best: Allocation
 
-    def within(self, limits: list[int]) -> Decision:
+    def applies_to(self, lines: list[Line]) -> bool:
+        """Whether the same may be decided on lines of equal buckets."""
+        return len(lines) == len(self.lines) and all(
+            a.sequence is b.sequence and a.drafter == b.drafter
+            for a, b in zip(lines, self.lines, strict=True)
+        )
+
+    def within(self, lines: list[Line]) -> Decision:
         """The same for other limits: near the end of a text they shrink with every step."""
+        limits = [line.limit for line in lines]
+        if limits == [line.limit for line in self.lines]:
+            return self
         lengths = [min(pair) for pair in zip(self.lengths, limits, strict=True)]
         rows = replace(self.rows, limits=np.minimum(np.array(limits), self.rows.offers.shape[1]))
-        return replace(self, limits=limits, lengths=lengths, rows=rows)
+        return replace(self, lines=lines, lengths=lengths, rows=rows)
+
+    def chosen(self, preferred: list[int]) -> tuple[list[int], list[int]]:
+        """By sequence: its line, and the length of its draft.
+
+        Args:
+            preferred: lines of sequences that get no draft.
+        """
+        used, lengths = list(preferred), [0] * len(preferred)
+        for number, (line, length) in enumerate(zip(self.lines, self.lengths, strict=True)):
+            if length:
+                used[line.row], lengths[line.row] = number, length
+        return used, lengths
 
 
 class Decider:
@@ -69,29 +93,27 @@ class Decider:
         self._costs = costs
         self._kept: dict[tuple[int, ...], Decision] = {}  # by buckets
         self._until = 0  # the step from which nothing that was kept counts
+        self._like: dict[int, Allocation] = {}  # by number of sequences, the first of those kept
         self._speculating: set[int] = set()  # octaves of batch size
 
-    def decide(
-        self, step: PendingStep, number: int, sequences: list[Sequence], limits: list[int]
-    ) -> Decision:
-        """Draft lengths of the rows that may draft.
+    def decide(self, step: PendingStep, number: int) -> Decision:
+        """Draft lengths of the lines of a step.
 
         Args:
-            step: its load and the drafters' outlook.
+            step: its load, and lines with limits of at least 1.
             number: of the step.
-            sequences: of its rows.
-            limits: most draft tokens of each, at least 1.
         """
         model = self._acceptance
-        if number >= self._until or model.surprises >= _SURPRISES * len(sequences):
+        if number >= self._until or model.surprises >= _SURPRISES * len(step.rows):
             model.settle()
             self._kept.clear()
+            self._like.clear()
             self._until = number + (_KEPT_STEPS if model.outcomes >= _SETTLED else 1)
-        key = tuple(step.buckets)
+        key = tuple([line.bucket for line in step.lines])
         old = None if step.has_prefill else self._kept.get(key)
-        if old is not None and old.sequences == sequences:
-            return old if old.limits == limits else old.within(limits)
-        decision = self._make(step, sequences, limits)
+        if old is not None and old.applies_to(step.lines):
+            return old.within(step.lines)
+        decision = self._make(step)
         if not step.has_prefill:  # its size differs from step to step
             if len(self._kept) >= _MOST_KEPT:
                 self._kept.clear()
@@ -99,10 +121,20 @@ class Decider:
         return decision
 
     def margins(self, decision: Decision, step: PendingStep) -> Margins:
-        """Of one more draft token for each sequence of a decision."""
-        lengths = np.array(decision.lengths)
+        """Of one more draft token for each line of a decision. Where it would be drafted instead
+        of another drafter's, what those are expected to bring is lost."""
+        lengths, rows = np.array(decision.lengths), decision.rows
         worth = decision.best.token_seconds
-        return margins(decision.rows, lengths, step.whole, self._costs, worth)
+        found = margins(rows, lengths, step.whole, self._costs, worth)
+        kept = (rows.acceptance.cumprod(axis=1) * rows.offers).cumsum(axis=1)
+        brings = np.where(lengths > 0, kept[np.arange(len(lengths)), lengths - 1], 0.0) * worth
+        lost = np.bincount(rows.sequences, weights=brings)[rows.sequences] - brings
+        reads = [line.backlog * self._costs.draft(line.drafter).read_seconds for line in step.lines]
+        return replace(
+            found,
+            gain=(np.array(found.gain) - lost - reads).tolist(),
+            price=(np.array(found.price) + reads).tolist(),
+        )
 
     def typical(self, drafter: str, batch: int, limit: int, context: int) -> Allocation:
         """What would be planned for a batch of sequences that nothing is known of.
@@ -121,22 +153,26 @@ class Decider:
         load = Load(batch, batch, batch, batch * context, batch * context)
         return allocate(rows, load, load, self._costs)
 
-    def _make(self, step: PendingStep, sequences: list[Sequence], limits: list[int]) -> Decision:
-        slots = [self._acceptance.slot(s, s.drafter) for s in sequences]
-        acceptance, offers = self._acceptance.estimate(np.array(slots), np.array(step.buckets))
+    def _make(self, step: PendingStep) -> Decision:
+        lines = step.lines
+        slots = [self._acceptance.slot(line.sequence, line.drafter) for line in lines]
+        buckets = np.array([line.bucket for line in lines])
+        acceptance, offers = self._acceptance.estimate(np.array(slots), buckets)
         rows = Candidates(
             acceptance=acceptance,
             offers=offers,
-            limits=np.minimum(np.array(limits), self._acceptance.depth),
-            drafters=[s.drafter for s in sequences],
+            limits=np.minimum([line.limit for line in lines], self._acceptance.depth),
+            drafters=[line.drafter for line in lines],
+            owners=np.array([line.row for line in lines]),
+            backlog=np.array([_share_of_backlog(line) for line in lines]),
         )
-        best = allocate(rows, step.decode, step.whole, self._costs)
+        like = self._like.get(len(step.rows))
+        best = allocate(rows, step.decode, step.whole, self._costs, like)
+        self._like.setdefault(len(step.rows), best)
         worth = self._worth_it(step.decode.batch, best)
         lengths = best.lengths if worth else np.zeros_like(best.lengths)
         return Decision(
-            sequences=sequences,
-            buckets=step.buckets,
-            limits=limits,
+            lines=lines,
             slots=slots,
             expected=acceptance[:, 0].tolist(),
             lengths=lengths.tolist(),
@@ -153,3 +189,10 @@ class Decider:
         worth = bool(best.lengths.any()) and best.gain > bar
         (self._speculating.add if worth else self._speculating.discard)(octave)
         return worth
+
+
+def _share_of_backlog(line: Line) -> float:
+    """Tokens to catch up with for each step that gains from it."""
+    if not line.backlog:
+        return 0.0
+    return line.backlog / min(_CATCH_UP_STEPS, max(1, line.sequence.room // 2))

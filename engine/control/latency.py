@@ -13,7 +13,6 @@ ratio from the nearest that were. The finished table never falls.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -186,22 +185,6 @@ class CostModel:
         elif self._overhead.count >= 3:
             surplus = seconds - self.overhead(batch)
             self._extra.update((float(tokens), float(depth)), surplus)
-
-    def observe_drafts(self, lengths: Mapping[str, Sequence[int]], seconds: float) -> None:
-        """Learns from a draft phase; of several drafters each is held to its predicted share.
-
-        Args:
-            lengths: by drafter, of the sequences that were to draft; all above 0.
-            seconds: that the phase took.
-        """
-        if len(lengths) > 1:
-            predicted = {name: self.draft(name).seconds_of(own) for name, own in lengths.items()}
-            total = sum(predicted.values())
-            for name, own in lengths.items():
-                self.draft(name).update(own, seconds * predicted[name] / total)
-            return
-        for name, own in lengths.items():
-            self.draft(name).update(own, seconds)
 
     def describe(self) -> dict[str, object]:
         """Milliseconds by number of query tokens and of the other terms, for people."""

@@ -9,7 +9,7 @@ Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
 #: Buckets a drafter may tell apart.
-NUM_BUCKETS = 6
+NUM_BUCKETS = 12
 
 _DISCOUNT = 0.998  # per draft of full weight
 

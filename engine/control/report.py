@@ -5,18 +5,30 @@ from __future__ import annotations
 from engine.control.adaptive import AdaptivePlanner
 from engine.control.planner import Planner
 from engine.control.shield import ShieldedPlanner
+from engine.control.step import OffReason
+from engine.sequence import Sequence
 from engine.types import SpeculationReport
 
 
-def report(planner: Planner) -> SpeculationReport:
-    """Sums since start; a planner that measures nothing reports nothing."""
-    if isinstance(planner, ShieldedPlanner) and planner.inner is not None:
-        planner = planner.inner
-    if not isinstance(planner, AdaptivePlanner):
+def measuring(planner: Planner) -> AdaptivePlanner | None:
+    """The planner that measures, behind its shield; None if none does (any more)."""
+    inner = planner.inner if isinstance(planner, ShieldedPlanner) else planner
+    return inner if isinstance(inner, AdaptivePlanner) else None
+
+
+def report(planner: Planner, drafters: tuple[str, ...]) -> SpeculationReport:
+    """Sums since start; a planner that measures nothing reports nothing.
+
+    Args:
+        drafters: those that work.
+    """
+    measured = measuring(planner)
+    if measured is None:
         return SpeculationReport()
-    meter = planner.meter
+    meter = measured.meter
     speedup = meter.speedup()
     return SpeculationReport(
+        drafters=drafters,
         equal_seconds=meter.equal_seconds,
         decode_seconds=meter.seconds,
         unknown_seconds=meter.unknown_seconds,
@@ -24,6 +36,23 @@ def report(planner: Planner) -> SpeculationReport:
         speedup=speedup.ratio,
         speedup_low=speedup.low,
         speedup_high=speedup.high,
-        wasted_tokens=planner.wasted_tokens,
-        rows_off=tuple((reason.value, n) for reason, n in planner.off_reasons.items()),
+        wasted_tokens=measured.wasted_tokens,
+        # All of them from the first step on: a counter that appears late loses its first count.
+        rows_off=tuple((reason.value, measured.off_reasons[reason]) for reason in OffReason),
     )
+
+
+def speedup_of(planner: Planner, sequence: Sequence) -> float | None:
+    """The speed-up of one sequence's decoding so far; None while unknown."""
+    measured = measuring(planner)
+    if measured is None or not measured.baseline.known:
+        return None
+    return measured.meter.of_request(sequence)
+
+
+def leave_out_prompt(planner: Planner, sequence: Sequence) -> None:
+    """Begins to measure a sequence's speed-up: call it after its first pass, whose token comes
+    with the prompt, drafts or no drafts."""
+    measured = measuring(planner)
+    if measured is not None:
+        measured.meter.release(sequence)

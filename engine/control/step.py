@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from enum import Enum
 
 from engine.cache.pages import TARGET
 from engine.control.latency import Load
 from engine.control.means import NUM_BUCKETS
+from engine.draft.drafter import Advisor
 from engine.scheduler import ScheduledSequence, StepPlan
 from engine.sequence import Sequence
 
-#: What a drafter knows of a sequence before it drafts: the bucket of its estimates, from 0, or
-#: None if it has nothing to offer.
-Outlook = Callable[[Sequence], int | None]
+#: Tokens a drafter reads before it drafts in any step: the target's own, and the last of a draft
+#: that was accepted whole.
+_REGULAR = 2
 
 
 class OffReason(Enum):
@@ -31,6 +31,27 @@ class OffReason(Enum):
     SHADOW = "shadow"  # left out at random, to measure a plain step
 
 
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A drafter that has something to offer to a sequence.
+
+    Attributes:
+        row: of the sequence, among those that may draft.
+        sequence: itself.
+        drafter: name.
+        bucket: of its estimates.
+        limit: most draft tokens.
+        backlog: tokens it has to catch up with first, beyond those of any step.
+    """
+
+    row: int
+    sequence: Sequence
+    drafter: str
+    bucket: int
+    limit: int
+    backlog: int = 0
+
+
 @dataclass(slots=True)
 class PendingStep:
     """A step that is planned and not yet observed.
@@ -41,10 +62,11 @@ class PendingStep:
         whole: load of the pass without drafts.
         reasons: by index of a decoding sequence that cannot draft, why.
         rows: indices of those that may.
-        buckets: of these.
+        lines: for each of `rows` in turn, the drafters that may guess, the preferred one first.
+        used: by row, its line in this step.
         lengths: chosen, one per scheduled sequence.
-        slots, expected: of `rows`; the estimates that were used, acceptance at depth 1.
-        probed: indices that were given a draft token more than pays.
+        slots, expected: of `lines`; the estimates that were used, acceptance at depth 1.
+        probed: indices of sequences that were given a draft token that should not pay.
         why_not: of those in `rows` with length 0.
         planning_seconds: that choosing took.
     """
@@ -54,7 +76,8 @@ class PendingStep:
     whole: Load
     reasons: dict[int, OffReason]
     rows: list[int]
-    buckets: list[int]
+    lines: list[Line]
+    used: list[int]
     lengths: list[int]
     slots: list[int] = field(default_factory=list)
     expected: list[float] = field(default_factory=list)
@@ -67,10 +90,24 @@ class PendingStep:
         """Whether more than the decoding sequences' one token each passes the target."""
         return self.whole != self.decode
 
-    def assign(self, lengths: list[int]) -> None:
-        """Sets the draft lengths of `rows`."""
-        for i, length in zip(self.rows, lengths, strict=True):
+    def assign(self, used: list[int], lengths: list[int]) -> None:
+        """Sets line and draft length of each row; the sequences' drafters follow."""
+        self.used = used
+        for i, line, length in zip(self.rows, used, lengths, strict=True):
             self.lengths[i] = length
+            self.lines[line].sequence.drafter = self.lines[line].drafter
+
+    def drafting(self) -> dict[str, list[Line]]:
+        """By drafter, the lines that have draft tokens in this step."""
+        groups: dict[str, list[Line]] = {}
+        for i, used in zip(self.rows, self.used, strict=True):
+            if self.lengths[i]:
+                groups.setdefault(self.lines[used].drafter, []).append(self.lines[used])
+        return groups
+
+    def length(self, line: Line) -> int:
+        """Draft tokens of its sequence, whoever drafts them."""
+        return self.lengths[self.rows[line.row]]
 
     def load_with_drafts(self, drafted: list[int]) -> Load:
         """The load of the pass with so many draft tokens for each scheduled sequence."""
@@ -86,17 +123,18 @@ class PendingStep:
         )
 
 
-def read_step(plan: StepPlan, off: bool, outlooks: Mapping[str, Outlook]) -> PendingStep:
+def read_step(plan: StepPlan, off: bool, advisor: Advisor) -> PendingStep:
     """Notes the load of a plan, and who may draft.
 
     Args:
         plan: the scheduler's.
         off: whether nobody may.
-        outlooks: by name of drafter.
+        advisor: tells what the drafters have to offer.
     """
     reasons: dict[int, OffReason] = {}
     rows: list[int] = []
-    buckets: list[int] = []
+    lines: list[Line] = []
+    used: list[int] = []
     batch = fed = read = pairs = decode_read = 0
     for i, scheduled in enumerate(plan.scheduled):
         sequence, feed = scheduled.sequence, scheduled.num_feed
@@ -110,10 +148,11 @@ def read_step(plan: StepPlan, off: bool, outlooks: Mapping[str, Outlook]) -> Pen
         decode_read += context
         reason = OffReason.SERVER if off else _refusal(scheduled)
         if reason is None:
-            bucket = outlooks[sequence.drafter](sequence) if sequence.drafter in outlooks else 0
-            if bucket is not None:
+            offered = _lines(scheduled, len(rows), advisor)
+            if offered:
                 rows.append(i)
-                buckets.append(min(max(bucket, 0), NUM_BUCKETS - 1))
+                used.append(len(lines))
+                lines += offered
                 continue
             reason = OffReason.NO_PROPOSAL
         if sequence.num_generated:  # the end of a prompt could not speculate anyway
@@ -124,18 +163,32 @@ def read_step(plan: StepPlan, off: bool, outlooks: Mapping[str, Outlook]) -> Pen
         whole=Load(batch, len(plan.scheduled), fed, read, pairs),
         reasons=reasons,
         rows=rows,
-        buckets=buckets,
+        lines=lines,
+        used=used,
         lengths=[0] * len(plan.scheduled),
     )
+
+
+def _lines(scheduled: ScheduledSequence, row: int, advisor: Advisor) -> list[Line]:
+    """What the drafters of a sequence have to offer."""
+    sequence, lines = scheduled.sequence, []
+    for name in sequence.drafters:
+        bucket = advisor.outlook(name, sequence)
+        if bucket is not None:
+            bucket = min(max(bucket, 0), NUM_BUCKETS - 1)
+            backlog = max(0, advisor.backlog(name, sequence) - _REGULAR)
+            lines.append(Line(row, sequence, name, bucket, scheduled.max_draft, backlog))
+    return lines
 
 
 def _refusal(scheduled: ScheduledSequence) -> OffReason | None:
     """Why a sequence cannot draft, whatever it is worth; None if it can."""
     sequence = scheduled.sequence
-    if scheduled.max_draft and sequence.drafter != "none":
+    silent = sequence.drafters == ("none",)
+    if scheduled.max_draft and not silent:
         return None
     if sequence.max_draft == 0:
         return OffReason.REQUEST
-    if sequence.drafter == "none":
+    if silent:
         return OffReason.NO_DRAFTER
     return OffReason.LAST_TOKEN if sequence.room <= 1 else OffReason.NO_BUDGET

@@ -1,4 +1,5 @@
-"""The `lookup` drafter: repeats what followed the same words earlier in the same request."""
+"""The `lookup` drafter: repeats what followed the same words earlier in the same request, or in
+an answer that the same tenant was given before."""
 
 from __future__ import annotations
 
@@ -6,9 +7,11 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from engine.cache.pages import PRIVATE
 from engine.draft.automaton import SuffixAutomaton
 from engine.draft.drafter import DraftProposal, Verdict
 from engine.draft.prediction import PredictionCursor
+from engine.draft.store import AnswerStore, StoreCursor
 from engine.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -17,8 +20,11 @@ if TYPE_CHECKING:
 #: Shortest repeated suffix, in tokens, that is worth a guess.
 MIN_MATCH = 2
 
-#: Buckets of match length: 2, 3, 4-5, 6-9, 10 and more; one further for predictions.
-_BUCKETS = 5
+#: Buckets of what a draft rests on: own matches of 2, 3, 4-5, 6-9, 10 and more tokens; a
+#: followed prediction; stored matches of 4-7, 8-15, 16-31, 32-63, 64 and more.
+_LONGEST = 4
+PREDICTED = 5
+STORED = 6
 
 
 @dataclass(slots=True)
@@ -27,22 +33,29 @@ class _Memory:
 
     automaton: SuffixAutomaton = field(default_factory=SuffixAutomaton)
     cursor: PredictionCursor | None = None
+    stored: StoreCursor | None = None
     predicted: bool = False  # the last draft came from the caller's prediction
 
 
 class LookupDrafter:
-    """Drafts from a suffix automaton over each request's prompt and output, and from the
-    caller's prediction of the answer while the output follows it; costs no model.
+    """Drafts from a suffix automaton over each request's prompt and output, from the caller's
+    prediction of the answer while the output follows it, and from past answers where they match
+    more of the text than the request itself does; costs no model.
 
     Its proposals are deterministic, so *match* verification accepts a draft token x with
     probability p(x), which no other rule could improve.
+
+    Args:
+        min_match: shortest repeated suffix of the own text to draft from, in tokens.
+        store: of past answers, which grows by every sequence that ends; None = keep none.
     """
 
     name = "lookup"
     hidden_layers: tuple[int, ...] = ()
 
-    def __init__(self, min_match: int = MIN_MATCH) -> None:
+    def __init__(self, min_match: int = MIN_MATCH, store: AnswerStore | None = None) -> None:
         self.min_match = min_match
+        self._store = store
         self._memories: dict[Sequence, _Memory] = {}
 
     def propose(self, sequences: Seq[Sequence], lengths: Seq[int]) -> DraftProposal:
@@ -66,30 +79,46 @@ class LookupDrafter:
                 sequence.rejected_prediction_tokens += verdict.drafted - verdict.accepted
 
     def release(self, sequence: Sequence) -> None:
-        """See `Drafter.release`."""
-        self._memories.pop(sequence, None)
+        """See `Drafter.release`; the answer goes into the store."""
+        known = self._memories.pop(sequence, None)
+        request = sequence.request
+        if known is None or self._store is None or request.cache_salt == PRIVATE:
+            return
+        answer = sequence.tokens[sequence.prompt_length :]
+        self._store.add(request.cache_salt, request.prompt, answer)
 
     def outlook(self, sequence: Sequence) -> int | None:
-        """How promising a draft would be: a bucket that grows with the length of the match, or
-        None where there is nothing to offer. A followed prediction is the best of all."""
+        """How promising a draft would be: a bucket that says what it would rest on, or None
+        where there is nothing to offer."""
         memory = self._catch_up(sequence)
         if memory.cursor is not None and memory.cursor.draft(1):
-            return _BUCKETS
+            return PREDICTED
         length = memory.automaton.match_length
+        if memory.stored is not None and memory.stored.length > length:
+            return STORED + min(_LONGEST, (memory.stored.length // 4).bit_length() - 1)
         if length < self.min_match:
             return None
-        return min(_BUCKETS - 1, (length - self.min_match).bit_length())
+        return min(_LONGEST, (length - self.min_match).bit_length())
+
+    def preview(self, sequence: Sequence, length: int) -> list[int]:
+        """What it would draft now, for scoring: it leaves no trace, whatever is drafted."""
+        return self._look_up(self._catch_up(sequence), length)[0]
 
     def _draft(self, sequence: Sequence, length: int) -> list[int]:
         if length == 0:
             return []
         memory = self._catch_up(sequence)
-        if memory.cursor is not None:
-            draft = memory.cursor.draft(length)
-            memory.predicted = bool(draft)
-            if draft:
-                return draft
-        return memory.automaton.draft(length, self.min_match)
+        draft, memory.predicted = self._look_up(memory, length)
+        return draft
+
+    def _look_up(self, memory: _Memory, length: int) -> tuple[list[int], bool]:
+        """A draft, and whether it comes from the caller's prediction."""
+        if memory.cursor is not None and (draft := memory.cursor.draft(length)):
+            return draft, True
+        stored, own = memory.stored, memory.automaton
+        if stored is not None and stored.length > own.match_length:
+            return stored.draft(length), False
+        return own.draft(length, self.min_match), False
 
     def _catch_up(self, sequence: Sequence) -> _Memory:
         """Reads the committed tokens it has not seen."""
@@ -98,9 +127,14 @@ class LookupDrafter:
             memory = self._memories[sequence] = _Memory()
             if sequence.request.speculation.prediction:
                 memory.cursor = PredictionCursor(sequence.request.speculation.prediction)
+            if self._store is not None:
+                memory.stored = StoreCursor()
         known = memory.automaton.num_tokens
         if known < len(sequence.tokens):
             memory.automaton.extend(sequence.tokens[known:])
             if memory.cursor is not None:
                 memory.cursor.follow(sequence.tokens[max(known, sequence.prompt_length) :])
+            if self._store is not None and memory.stored is not None:
+                salt = sequence.request.cache_salt
+                self._store.follow(memory.stored, salt, sequence.tokens, known)
         return memory

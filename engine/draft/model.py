@@ -78,6 +78,14 @@ class ModelDrafter:
         self._eos_token_ids = eos_token_ids
         self._read: dict[Sequence, int] = {}  # draft tokens read in the step under way
 
+    def outlook(self, sequence: Sequence) -> int | None:
+        """What it knows before it drafts: only that it is silent near its own context limit."""
+        return 0 if len(sequence.tokens) < self.limits.max_model_len else None
+
+    def backlog(self, sequence: Sequence) -> int:
+        """Committed tokens it would have to read before it drafts."""
+        return len(sequence.tokens) - sequence.table.num_cached[self.limits.store]
+
     def propose(self, sequences: Seq[Sequence], lengths: Seq[int]) -> DraftProposal:
         """See `Drafter.propose`."""
         self._read.clear()

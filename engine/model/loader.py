@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine.batch import Batch
@@ -91,7 +92,7 @@ def load_model(directory: Path, config: ModelConfig) -> LoadedModel:
             local_files_only=True,
             trust_remote_code=False,
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, SafetensorError) as error:
         raise ModelNotSupported(f"{directory} cannot be loaded: {error}") from error
     return adopt_model(model.to(device), config)
 

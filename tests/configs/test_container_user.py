@@ -63,7 +63,7 @@ def test_the_command_runs_as_nobody_in_a_read_only_directory(tmp_path: Path) -> 
         served.process.send_signal(signal.SIGTERM)
         assert served.exit_code() == 0
         said = served.said()
-        assert "this machine only, 1 API key\n" in said
+        assert "this machine only, with the API key\n" in said
         assert re.search(r"request request_id=\w+ method=POST .* status=200 .* caller=test ", said)
         assert KEY not in said
     assert list(nowhere.iterdir()) == []

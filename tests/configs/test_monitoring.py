@@ -25,7 +25,7 @@ FOREIGN = {"up"}
 
 _STRING = re.compile(r'"[^"]*"')
 _NAME = re.compile(r"(?<![\w:$.])[a-zA-Z_:][\w:]*(?![\w:]*\s*\()")
-_WORDS = frozenset({"by", "le", "on", "and", "or", "unless", "without"})
+_WORDS = frozenset({"by", "le", "on", "and", "or", "unless", "without", "group_left"})
 
 needs_promtool = pytest.mark.skipif(
     shutil.which("promtool") is None, reason="promtool is not installed (Debian: prometheus)"
@@ -181,6 +181,9 @@ def test_alerts_fire_when_they_should(tmp_path: Path) -> None:
         line("vllm:num_preemptions_total"): "0+1x60",
         line("vllm:spec_decode_num_accepted_tokens_total"): "0+1x60",
         line("vllm:spec_decode_num_draft_tokens_total"): "0+99x60",
+        line("specserve_spec_plain_equivalent_seconds_total"): "0+9.7x60",
+        line("specserve_spec_decode_seconds_total"): "0+10x60",
+        line("specserve_spec_active", method="lookup"): "0x60",
     }
     alerts = [rule["alert"] for rule in rules() if "alert" in rule]
     good = {
@@ -194,6 +197,9 @@ def test_alerts_fire_when_they_should(tmp_path: Path) -> None:
         line("vllm:num_preemptions_total"): "0x60",
         line("vllm:spec_decode_num_accepted_tokens_total"): "0+50x60",
         line("vllm:spec_decode_num_draft_tokens_total"): "0+99x60",
+        line("specserve_spec_plain_equivalent_seconds_total"): "0+9.9x60",
+        line("specserve_spec_decode_seconds_total"): "0+10x60",
+        line("specserve_spec_active", method="lookup"): "1x60",
     }
     count = "count by (alertname) (ALERTS{alertstate='firing'})"
     expected = [{"labels": f'{{alertname="{name}"}}', "value": 1} for name in alerts]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,7 @@ from engine.control.planner import FixedPlanner
 from engine.control.speedup import Gain
 from engine.control.status import status
 from engine.control.step import OffReason
-from engine.draft.drafter import Verdict
+from engine.draft.drafter import NoAdvice, Verdict
 from engine.scheduler import ScheduledSequence, StepPlan
 from engine.sequence import Sequence, Status
 from engine.types import Request, SamplingParams, StepStats
@@ -53,6 +54,16 @@ def make_stats(seconds: float = 0.02, emitted: int = 1) -> StepStats:
         accepted_by_position=(), pages_used=0, pages_total=1, preemptions=0,
         prefix_query_tokens=0, prefix_hit_tokens=0,
     )  # fmt: skip
+
+
+class Told(NoAdvice):
+    """Says what it was told to say, by drafter."""
+
+    def __init__(self, outlooks: dict[str, Callable[[Sequence], int | None]]) -> None:
+        self._outlooks = outlooks
+
+    def outlook(self, name: str, sequence: Sequence) -> int | None:
+        return self._outlooks[name](sequence) if name in self._outlooks else 0
 
 
 def step(
@@ -102,7 +113,7 @@ def test_one_request_does_not_change_another() -> None:
 
 
 def test_every_reason_is_told_and_counted() -> None:
-    planner = replace_options(make_planner(), outlooks={"quiet": lambda _: None})
+    planner = replace_options(make_planner(), advisor=Told({"quiet": lambda _: None}))
     plan = make_plan(
         *decodes(
             make_sequence(max_draft=0),
@@ -181,7 +192,9 @@ def test_a_failed_step_teaches_nothing() -> None:
 def test_what_an_outlook_tells_is_used() -> None:
     """Short matches are wrong, long ones right: only the long ones are drafted from."""
     bucket = 0
-    planner = replace_options(planner_for(LAPTOP), outlooks={"lookup": lambda _: bucket}, seed=1)
+    planner = replace_options(
+        planner_for(LAPTOP), advisor=Told({"lookup": lambda _: bucket}), seed=1
+    )
     sequence = make_sequence()
     drafted = {0: 0, 4: 0}
     for n in range(800):

@@ -8,8 +8,9 @@ from itertools import product
 import numpy as np
 import pytest
 
-from engine.control.allocate import Allocation, Candidates, allocate, margins
+from engine.control.allocate import Allocation, allocate, margins
 from engine.control.calibration import Calibration
+from engine.control.candidates import Candidates
 from engine.control.latency import CostModel, Load
 
 LINEAR = Calibration(((1, 0.010), (513, 0.010 + 512 * 0.001)), 0.0, 0.0, 0.0)
@@ -121,8 +122,8 @@ def test_prefill_at_a_knee_ends_speculation() -> None:
 def test_drafters_are_priced_apart() -> None:
     costs = CostModel(LINEAR, 512)
     for _ in range(30):
-        costs.observe_drafts({"model": [4]}, 0.05)
-        costs.observe_drafts({"lookup": [4]}, 1e-5)
+        costs.draft("model").update([4], 0.05)
+        costs.draft("lookup").update([4], 1e-5)
     rows = Candidates(np.full((2, 4), 0.7), np.ones((2, 4)), np.array([4, 4]), ["model", "lookup"])
     lengths = allocate(rows, decode(2), decode(2), costs).lengths
     assert lengths[0] == 0 < lengths[1]

@@ -52,7 +52,7 @@ def test_a_planner_that_raises_is_switched_off_and_answers_stay(method: str) -> 
     engine = Engine(
         parts,
         max_model_len=old.max_model_len,
-        default_drafter=old.default_drafter,
+        default_drafters=old.default_drafters,
         max_draft=old.max_draft,
     )
     done = run(dataclasses.replace(built, engine=engine), requests, check=True)

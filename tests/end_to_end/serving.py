@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import loadtest
 from engine.model.paths import cache_directory
-from tests.tiny import write_gguf
+from tests.tiny import Weights, write_gguf
 
 #: Longest wait for anything: a first start compiles the kernels and may fetch a model.
 PATIENCE = 240.0
@@ -39,11 +39,17 @@ class Server:
     Attributes:
         url: without ``/v1``.
         log: file of everything it has written.
+        headers: of every request.
     """
 
     process: subprocess.Popen[bytes]
     url: str
     log: Path
+    headers: Mapping[str, str] = field(default_factory=dict)
+
+    def called_with(self, key: str) -> Server:
+        """The same server, asked with an API key."""
+        return replace(self, headers={"Authorization": f"Bearer {key}"})
 
     def signal(self, number: int = signal.SIGTERM) -> None:
         """Sends a signal."""
@@ -53,11 +59,20 @@ class Server:
         """Waits for the end; returns the exit code."""
         return self.process.wait(PATIENCE)
 
+    @property
+    def most_memory(self) -> int:
+        """Bytes of memory that it has held at its worst moment so far."""
+        status = Path(f"/proc/{self.process.pid}/status").read_text()
+        found = re.search(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE)
+        assert found is not None
+        return int(found[1]) * 1024
+
     # -- requests --------------------------------------------------------------------------
 
     def post(self, body: Body, path: str = "/v1/completions") -> httpx.Response:
         """One request, answered as a whole."""
-        return httpx.post(self.url + path, json=dict(body), timeout=PATIENCE, trust_env=False)
+        how: Any = {"headers": self.headers, "timeout": PATIENCE, "trust_env": False}
+        return httpx.post(self.url + path, json=dict(body), **how)
 
     def complete(self, body: Body) -> dict[str, Any]:
         """The answer to a completion, as a whole."""
@@ -81,7 +96,7 @@ class Server:
         """The chunks of a stream, as they come; leaving early closes the connection."""
         request = {**body, "stream": True}
         with (
-            httpx.Client(timeout=PATIENCE, trust_env=False) as client,
+            httpx.Client(timeout=PATIENCE, trust_env=False, headers=self.headers) as client,
             client.stream("POST", self.url + "/v1/completions", json=request) as response,
         ):
             assert response.status_code == 200, response.read()
@@ -95,7 +110,8 @@ class Server:
 
     def samples(self) -> dict[str, dict[str, float]]:
         """Name -> last label's value -> sample, parsed by Prometheus' own parser."""
-        response = httpx.get(self.url + "/metrics", timeout=PATIENCE, trust_env=False)
+        how: Any = {"headers": self.headers, "timeout": PATIENCE, "trust_env": False}
+        response = httpx.get(self.url + "/metrics", **how)
         assert response.status_code == 200
         found: dict[str, dict[str, float]] = {}
         for family in text_string_to_metric_families(response.text):
@@ -189,17 +205,23 @@ def serving(
 
 @contextlib.contextmanager
 def serving_tiny(
-    directory: Path, *flags: str, environment: Mapping[str, str] | None = None, **options: Any
+    directory: Path,
+    *flags: str,
+    environment: Mapping[str, str] | None = None,
+    weights: Weights | None = None,
+    **options: Any,
 ) -> Iterator[Server]:
     """A server of a tiny model, with a cache in `directory` but the user's kernels.
 
     Args:
         options: see `serving`.
     """
-    kernels, model = cache_directory() / "native", directory / "tiny.gguf"
+    weights = weights or Weights()
+    kernels, model = cache_directory() / "native", directory / f"tiny{abs(hash(weights)):x}.gguf"
     kernels.mkdir(parents=True, exist_ok=True)
     if not model.exists():
-        write_gguf(model)
+        write_gguf(model, weights=weights)
+    if not (directory / "native").exists():
         (directory / "native").symlink_to(kernels)
     own = {"SPECSERVE_HOME": str(directory), **(environment or {})}
     # Threads wait for each other in every layer; one is quicker here, and on any busy machine.

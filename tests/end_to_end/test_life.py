@@ -100,6 +100,7 @@ def test_more_than_the_queue_holds_is_refused(serve_tiny: Serve) -> None:
         assert server.post({"prompt": "x"}).status_code == 200
 
 
+@pytest.mark.bad_input(56)
 def test_a_drain_lets_answers_end_and_nobody_in(serve_tiny: Serve) -> None:
     with serve_tiny() as server:
         wanted = server.complete(LONG)["choices"][0]["text"]
@@ -132,6 +133,7 @@ def test_a_drain_that_takes_too_long_ends_streams_in_good_order(serve_tiny: Serv
         assert "Traceback" not in server.log.read_text()
 
 
+@pytest.mark.bad_input(56)
 def test_the_second_signal_ends_it_at_once(serve_tiny: Serve) -> None:
     with serve_tiny() as server, server.open_stream({**LONG, "n": 16}) as chunks:
         next(chunks)
@@ -141,6 +143,7 @@ def test_the_second_signal_ends_it_at_once(serve_tiny: Serve) -> None:
         assert server.wait() == 128 + signal.SIGTERM
 
 
+@pytest.mark.bad_input(60)
 @pytest.mark.parametrize(
     ("flags", "words"),
     [
@@ -160,6 +163,7 @@ def test_what_cannot_start_says_why_in_one_line(
     assert words in lines[0]
 
 
+@pytest.mark.bad_input(60)
 def test_a_taken_port_is_told_before_the_model_is_loaded(tiny: Server, tmp_path: Path) -> None:
     port = int(tiny.url.rsplit(":", 1)[1])
     with serving(tmp_path, port=port, ready=False) as server:

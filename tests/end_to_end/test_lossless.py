@@ -33,6 +33,7 @@ def check_lossless(server: Server, bodies: list[dict[str, Any]]) -> None:
     assert [said(answer) for answer in server.complete_all(mixed)] == wanted
 
 
+@pytest.mark.bad_input(23)
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_tiny_model(request: pytest.FixtureRequest, dtype: str, sampling: str) -> None:
@@ -61,6 +62,7 @@ def test_the_default_model(request: pytest.FixtureRequest, dtype: str, sampling:
     check_lossless(server, bodies)
 
 
+@pytest.mark.bad_input(53)
 def test_a_cache_too_small_for_all(tiny: Server, serve_tiny: Serve) -> None:
     """Sequences lose their pages and start again; nobody can tell from the answers."""
     bodies: list[dict[str, Any]] = [

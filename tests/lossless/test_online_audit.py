@@ -36,7 +36,7 @@ def auditing(rate: float = 1.0, judge: type[Judge] = Judge, **changes: Any) -> B
     engine = AuditingEngine(
         parts,
         max_model_len=old.max_model_len,
-        default_drafter=old.default_drafter,
+        default_drafters=old.default_drafters,
         max_draft=old.max_draft,
         rate=rate,
         dtype="float32",

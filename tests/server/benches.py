@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
+from fastapi import FastAPI
 
-from tests.server.support import FakeEngine, choice, make_app
+from tests.server.support import FakeEngine, call, choice, make_app
 
 NORMAL = {"prompt": "Say it", "max_tokens": 12, "seed": 1, "logprobs": 1}
 
@@ -34,6 +37,20 @@ def assert_envelope(response: httpx.Response, status: int) -> dict[str, Any]:
     assert 0 < len(error["message"]) < 600
     assert len(response.content) < 4000
     return error
+
+
+@contextlib.contextmanager
+def unharmed(app: FastAPI, **headers: str) -> Iterator[None]:
+    """Whatever happens inside, the same normal request is answered just as before."""
+
+    def normal() -> Any:
+        answer = call(app, "POST", "/v1/completions", json=NORMAL, headers=headers)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["choices"]
+
+    before = normal()
+    yield
+    assert normal() == before
 
 
 class Bench:

@@ -40,6 +40,22 @@ CHAT_TEMPLATE = (
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
+#: What an engine tells whose planner measures nothing.
+UNMEASURED: dict[str, Any] = {
+    "mode": "unmeasured",
+    "drafters": ["lookup"],
+    "steps": 0,
+    "speedup": None,
+    "off_reasons": {},
+    "wasted_draft_tokens": 0,
+    "choices": {},
+    "acceptance": {},
+    "guard": [],
+    "exploration": None,
+    "calibrated": False,
+    "cost_model": None,
+}
+
 
 @functools.cache
 def make_tokenizer() -> PreTrainedTokenizerFast:
@@ -120,6 +136,8 @@ class FakeEngine:
         self.failure: EngineError = EngineUnavailable("The engine has died.")
         self.refuse: Exception | None = None
         self.start_failure: Exception | None = None
+        self.state_of_speculation: dict[str, Any] | Exception = UNMEASURED
+        self.speedups: dict[int, float] = {}  # by choice; None = unknown
         self.drained: float | None = None
         self.requests: list[Request] = []
         self.running: set[str] = set()
@@ -181,6 +199,12 @@ class FakeEngine:
                 return out, FinishReason.STOP, token
         return out, FinishReason.LENGTH, None
 
+    async def speculation(self) -> dict[str, Any]:
+        await asyncio.sleep(self.delay)
+        if isinstance(self.state_of_speculation, Exception):
+            raise self.state_of_speculation
+        return self.state_of_speculation
+
     async def _run(self, request: Request) -> AsyncIterator[Event]:
         sampling, rid = request.sampling, request.request_id
         if sampling.prompt_logprobs is not None:
@@ -213,13 +237,13 @@ class FakeEngine:
                         yield Tokens(rid, choice, tuple(block), logprobs)
                     if stopped or position[choice] >= len(tokens):
                         reason = FinishReason.STOP if stopped else reason
-                        stats = self._stats(request, position[choice], passes)
+                        stats = self._stats(request, choice, position[choice], passes)
                         yield Finished(rid, choice, reason, None if stopped else ender, stats)
                         del plans[choice]
         finally:
             self.running.discard(rid)
 
-    def _stats(self, request: Request, tokens: int, passes: int) -> SequenceStats:
+    def _stats(self, request: Request, choice: int, tokens: int, passes: int) -> SequenceStats:
         now = time.monotonic()
         return SequenceStats(
             prompt_tokens=len(request.prompt),
@@ -235,6 +259,7 @@ class FakeEngine:
             finished=now,
             accepted_prediction_tokens=min(tokens, len(request.speculation.prediction)),
             rejected_prediction_tokens=0,
+            speedup=self.speedups.get(choice),
         )
 
 

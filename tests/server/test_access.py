@@ -13,8 +13,8 @@ from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
 from server.keys import read_keys
-from tests.server.benches import assert_envelope
-from tests.server.support import MODEL, FakeEngine, call, complete, make_app, serving
+from tests.server.benches import assert_envelope, unharmed
+from tests.server.support import MODEL, TEXT, FakeEngine, call, complete, make_app, serving
 
 ALICE, BOB = "alice-0123456789abcdef", "bob-0123456789abcdef"
 KEYS = read_keys([f"alice:{ALICE}", BOB])
@@ -67,6 +67,7 @@ def test_each_key_opens(app: FastAPI, key: str) -> None:
     assert call(app, "GET", "/nope", headers=bearer(key)).status_code == 404
 
 
+@pytest.mark.bad_input(38)
 @pytest.mark.parametrize(
     "given",
     [
@@ -94,7 +95,8 @@ def test_each_key_opens(app: FastAPI, key: str) -> None:
 )
 def test_wrong_keys(app: FastAPI, given: list[bytes]) -> None:
     headers = [(b"authorization", value) for value in given]
-    response = call(app, "POST", "/v1/completions", json={"prompt": "x"}, headers=headers)
+    with unharmed(app, **bearer(ALICE)):
+        response = call(app, "POST", "/v1/completions", json={"prompt": "x"}, headers=headers)
     error = assert_envelope(response, 401)
     assert ALICE not in error["message"]
 
@@ -117,6 +119,7 @@ TARGETS = [
 ]  # fmt: skip
 
 
+@pytest.mark.bad_input(39)
 @pytest.mark.parametrize("method", ["GET", "POST", "HEAD", "OPTIONS"])
 def test_no_spelling_of_a_url_gets_around_the_gate(method: str) -> None:
     engine = FakeEngine()
@@ -128,7 +131,10 @@ def test_no_spelling_of_a_url_gets_around_the_gate(method: str) -> None:
                 assert status in (400, 401) or target.startswith("/health?"), target
                 assert b"max_model_len" not in body
                 assert b"vllm:" not in body
-    assert engine.requests == []
+        assert engine.requests == []
+        asked = {"prompt": "x", "max_tokens": 100}
+        answer = httpx.post(url + "/v1/completions", json=asked, headers=bearer(ALICE))
+        assert answer.json()["choices"][0]["text"] == TEXT
 
 
 def raw(port: int, head: str) -> tuple[int, bytes]:
@@ -143,6 +149,7 @@ def raw(port: int, head: str) -> tuple[int, bytes]:
     return int(received.split()[1]), received
 
 
+@pytest.mark.bad_input(39)
 @pytest.mark.parametrize(
     "headers",
     [
@@ -155,17 +162,20 @@ def raw(port: int, head: str) -> tuple[int, bytes]:
     ],
 )
 def test_headers_of_proxies_change_nothing(app: FastAPI, headers: dict[str, str]) -> None:
-    assert_envelope(call(app, "GET", "/v1/models", headers=headers), 401)
+    with unharmed(app, **bearer(ALICE)):
+        assert_envelope(call(app, "GET", "/v1/models", headers=headers), 401)
 
 
+@pytest.mark.bad_input(39)
 def test_a_mount_point_does_not_hide_the_path(app: FastAPI) -> None:
     async def ask(root_path: str) -> int:
         transport = httpx.ASGITransport(app, root_path=root_path)
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as client:
             return (await client.get("/health/v1/models")).status_code
 
-    for root_path in ("/health", "/health/", "/"):
-        assert asyncio.run(ask(root_path)) == 401
+    with unharmed(app, **bearer(ALICE)):
+        for root_path in ("/health", "/health/", "/"):
+            assert asyncio.run(ask(root_path)) == 401
 
 
 def test_metrics_may_be_open() -> None:

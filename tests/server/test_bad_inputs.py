@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.ledger import marked
 from tests.server.bad_rows import BAD_BODIES, BAD_FIELDS, VOCABULARY
 from tests.server.benches import Bench, assert_envelope, strict_json
 from tests.server.support import call, complete
@@ -22,7 +23,7 @@ def name_of(row: Any) -> str:
     return ascii(row)[:60]
 
 
-@pytest.mark.parametrize(("fields", "param"), BAD_FIELDS, ids=name_of)
+@pytest.mark.parametrize(("fields", "param"), marked(BAD_FIELDS), ids=name_of)
 def test_a_bad_field_is_named(bench: Bench, fields: dict[str, Any], param: str) -> None:
     body = json.dumps({"prompt": "x", **fields}).replace("Infinity", "1e400").encode()
     before = len(bench.engine.requests)
@@ -40,6 +41,7 @@ def test_a_bad_field_is_named(bench: Bench, fields: dict[str, Any], param: str) 
     bench.check_health()
 
 
+@pytest.mark.bad_input(7, 8)
 @pytest.mark.parametrize("streamed", [False, True])
 @pytest.mark.parametrize("fields", [{"prompt": "x" * 3000}, {"prompt": "x", "max_tokens": 512}])
 def test_the_context_is_checked_before_the_200(
@@ -51,7 +53,7 @@ def test_the_context_is_checked_before_the_200(
     bench.check_health()
 
 
-@pytest.mark.parametrize(("body", "word"), BAD_BODIES, ids=name_of)
+@pytest.mark.parametrize(("body", "word"), marked(BAD_BODIES), ids=name_of)
 def test_a_bad_body_is_explained(bench: Bench, body: bytes, word: str) -> None:
     response = call(
         bench.app,
@@ -64,6 +66,7 @@ def test_a_bad_body_is_explained(bench: Bench, body: bytes, word: str) -> None:
     bench.check_health()
 
 
+@pytest.mark.bad_input(35, 36)
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
 @pytest.mark.parametrize(
     "headers",
@@ -89,6 +92,7 @@ def test_json_with_a_charset_is_fine(bench: Bench) -> None:
     assert response.status_code == 200
 
 
+@pytest.mark.bad_input(14, 15, 28, 31, 46, 48)
 @pytest.mark.parametrize(
     "fields",
     [

@@ -9,6 +9,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from server.app import create_app
+from tests.server.benches import assert_envelope, unharmed
 from tests.server.support import MODEL, TEXT, FakeEngine, call, ids, make_app, make_tokenizer
 
 HELLO = [{"role": "user", "content": "hi"}]
@@ -81,6 +82,33 @@ def test_the_last_message_can_be_continued() -> None:
     )
 
 
+@pytest.mark.bad_input(42)
+@pytest.mark.parametrize(
+    "template",
+    [
+        "{{ messages.__class__.__mro__[1].__subclasses__() }}",
+        "{{ messages.append.__globals__ }}",
+        "{{ messages.append({}) }}",
+        "{{ cycler.__init__.__globals__.os.system('touch /hacked') }}",
+        "{% for i in range(10**9) %}{% endfor %}",
+        "{% include '/etc/passwd' %}",
+        "{{ undefined.attribute }}",
+        "{{ raise_exception('no') }}",
+        "{% if %}",
+    ],
+)
+def test_a_hostile_template_of_the_models_own_is_refused(template: str) -> None:
+    hostile = PreTrainedTokenizerFast(
+        tokenizer_object=make_tokenizer().backend_tokenizer,
+        eos_token="<eos>",
+        chat_template=template,
+    )
+    app = create_app(FakeEngine(), hostile, MODEL)
+    with unharmed(app):
+        response = call(app, "POST", "/v1/chat/completions", json={"messages": HELLO})
+        assert "template" in assert_envelope(response, 400)["message"]
+
+
 def test_a_base_model_has_no_chat() -> None:
     base = PreTrainedTokenizerFast(
         tokenizer_object=make_tokenizer().backend_tokenizer, eos_token="<eos>"
@@ -91,6 +119,7 @@ def test_a_base_model_has_no_chat() -> None:
     assert "no chat template" in response.json()["error"]["message"]
 
 
+@pytest.mark.bad_input(44)
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -128,10 +157,13 @@ def test_a_base_model_has_no_chat() -> None:
 )
 def test_bad_requests_name_the_field(fields: dict[str, Any], param: str) -> None:
     engine = FakeEngine()
-    response = chat(engine, **fields)
-    assert response.status_code == 400, response.text
-    assert response.json()["error"]["param"] == param
-    assert engine.requests == []
+    app = make_app(engine)
+    with unharmed(app):
+        before = len(engine.requests)
+        body = {"messages": HELLO, **fields}
+        error = assert_envelope(call(app, "POST", "/v1/chat/completions", json=body), 400)
+        assert error["param"] == param
+        assert len(engine.requests) == before
 
 
 def test_neutral_values_of_what_is_missing_are_accepted() -> None:

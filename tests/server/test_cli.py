@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import json
+import pickle
 import re
+import shutil
 import signal
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
@@ -13,7 +19,7 @@ import pytest
 
 from server.cli import main
 from server.settings import Settings
-from tests.server.processes import model, serving, small, streaming
+from tests.server.processes import PATIENCE, model, serving, small, streaming
 from tests.tiny import CONTEXT
 
 __all__ = ["model"]  # a fixture
@@ -160,6 +166,7 @@ def test_a_drain_ends_in_time_and_says_so_in_the_stream(model: Path, tmp_path: P
     assert "Traceback" not in served.said()
 
 
+@pytest.mark.bad_input(56)
 def test_a_second_signal_ends_at_once(model: Path, tmp_path: Path) -> None:
     with serving(tmp_path / "log", small(model)) as served:
         served.wait_until_ready()
@@ -186,18 +193,70 @@ Engine.step = broken
 """
 
 
+@pytest.mark.bad_input(55)
 def test_a_dead_engine_ends_the_process_after_its_requests_know(
     model: Path, tmp_path: Path
 ) -> None:
     with serving(tmp_path / "log", small(model), BREAK_ENGINE) as served:
         served.wait_until_ready()
-        with streaming(served, CONTEXT - 16) as chunks:
+        url = served.url + "/v1/completions"
+        body = {"prompt": "b", "max_tokens": CONTEXT - 16, "ignore_eos": True}
+        with streaming(served, CONTEXT - 16) as chunks, ThreadPoolExecutor(5) as pool:
+            # Three run with it, two wait.
+            ask = functools.partial(httpx.post, url, json=body, timeout=PATIENCE)
+            whole = [pool.submit(ask) for _ in range(5)]
             received = list(chunks)
-        assert received[-1] == "[DONE]"
-        assert received[-2]["error"]["type"] == "server_error"
+            assert received[-1] == "[DONE]"
+            assert received[-2]["error"]["type"] == "server_error"
+            for answer in whole:
+                assert answer.result().status_code == 503
+                assert answer.result().json()["error"]["type"] == "server_error"
+        with contextlib.suppress(httpx.TransportError):  # it may be gone already
+            health = httpx.get(served.url + "/health", timeout=PATIENCE)
+            assert (health.status_code, health.json()) == (503, {"status": "dead"})
         assert served.exit_code() == 1
     assert "cosmic ray" in served.said()
     assert "the engine has died" in served.said()
+
+
+class Evil:
+    """Runs code when it is unpickled."""
+
+    def __init__(self, marker: Path) -> None:
+        self._marker = marker
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Path.touch, (self._marker,)
+
+
+@pytest.mark.bad_input(43)
+@pytest.mark.parametrize("how", ["code", "code in the tokenizer", "pickle", "huge header"])
+def test_a_hostile_model_is_refused_and_its_code_never_run(
+    how: str,
+    model: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    evil, marker = tmp_path / "evil", tmp_path / "it ran"
+    shutil.copytree(model, evil)
+    weights = evil / "model.safetensors"
+    if how.startswith("code"):
+        name = "tokenizer_config.json" if "tokenizer" in how else "config.json"
+        config = json.loads((evil / name).read_text())
+        maps = {"AutoTokenizer": ["evil.E", None], "AutoModelForCausalLM": "evil.E"}
+        (evil / name).write_text(json.dumps({**config, "auto_map": maps}))
+        (evil / "evil.py").write_text(f"open({str(marker)!r}, 'w')\nclass E: ...\n")
+    elif how == "pickle":
+        weights.unlink()
+        (evil / "pytorch_model.bin").write_bytes(pickle.dumps(Evil(marker)))
+    else:
+        weights.write_bytes((2**60).to_bytes(8, "little") + b"{}")
+    assert main(["serve", "--model", str(evil), *small(model)[2:], "--port", "0"]) == 2
+    said = capsys.readouterr().err + caplog.text
+    assert {"code": "auto_map", "pickle": "pickle", "huge": "header"}[how.split()[0]] in said
+    assert "Traceback" not in said
+    assert not marker.exists()
 
 
 def test_an_engine_that_cannot_start_is_one_line_and_code_2(model: Path, tmp_path: Path) -> None:

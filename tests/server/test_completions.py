@@ -114,6 +114,7 @@ def test_token_ids_are_returned_on_request() -> None:
     assert result["prompt_token_ids"] == ids("c")
 
 
+@pytest.mark.bad_input(23)
 @pytest.mark.parametrize("blocks", [(1,), (4,), (2, 5, 1), (100,)])
 def test_a_stop_string_cuts_everything_at_the_same_token(blocks: tuple[int, ...]) -> None:
     engine = FakeEngine(blocks=blocks)

@@ -16,8 +16,9 @@ from fastapi import FastAPI
 from server.connection import ConnectionLimits, connection_class
 from server.context import ServerContext
 from server.middleware import MAX_HEADER_BYTES
+from tests.server.benches import unharmed
 from tests.server.disconnecting import ENDLESS, slow_engine
-from tests.server.support import FakeEngine, call, complete, make_app, serving, wait_until
+from tests.server.support import FakeEngine, call, make_app, serving, wait_until
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
 
@@ -74,9 +75,10 @@ def rejected(app: FastAPI, reason: str) -> float:
 # ------------------------------------------------------------------------------ too large
 
 
+@pytest.mark.bad_input(37)
 def test_headers_that_never_end_are_refused() -> None:
     app = make_app(FakeEngine())
-    with limited(app) as url, connect(url) as connection:
+    with unharmed(app), limited(app) as url, connect(url) as connection:
         connection.sendall(HEAD + b"X: ")
         for _ in range(160):  # 10 MB
             try:
@@ -89,15 +91,16 @@ def test_headers_that_never_end_are_refused() -> None:
     assert rejected(app, "header_too_large") == 1
 
 
+@pytest.mark.bad_input(37)
 @pytest.mark.parametrize(
     "headers", [{"x": "y" * 33_000}, {f"x-{i}": "y" for i in range(10_000)}], ids=["long", "many"]
 )
 def test_headers_that_come_at_once_are_counted(headers: dict[str, str]) -> None:
     app = make_app(FakeEngine())
-    response = call(app, "GET", "/health", headers=headers)
+    with unharmed(app):
+        response = call(app, "GET", "/health", headers=headers)
     assert response.status_code == 431
     assert response.json()["error"]["code"] == "header_too_large"
-    assert complete(app).status_code == 200
 
 
 def test_a_url_that_is_too_long() -> None:
@@ -179,9 +182,11 @@ def test_garbage_within_a_stream_ends_it_and_the_engines_work() -> None:
 # ------------------------------------------------------------------------------ too slow
 
 
+@pytest.mark.bad_input(37)
 @pytest.mark.parametrize("sent", [b"", b"POST", HEAD, HEAD + b"X-Slow: "])
 def test_headers_that_come_slowly_are_given_up(sent: bytes) -> None:
-    with limited(make_app(FakeEngine()), request_seconds=0.3) as url, connect(url) as connection:
+    app = make_app(FakeEngine())
+    with unharmed(app), limited(app, request_seconds=0.3) as url, connect(url) as connection:
         connection.sendall(sent)
         assert everything(connection) == b""
         assert httpx.get(url + "/health").status_code == 200
@@ -193,6 +198,7 @@ def test_a_byte_now_and_then_does_not_help() -> None:
         assert hung_up(connection, b"a: b\r\n")
 
 
+@pytest.mark.bad_input(37)
 def test_a_slow_body_is_given_up_and_the_next_request_served() -> None:
     engine = FakeEngine()
     app = make_app(engine, body_seconds=0.3)

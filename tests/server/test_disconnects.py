@@ -83,6 +83,7 @@ def test_many_impatient_clients_leave_nothing_behind() -> None:
         assert httpx.get(url + "/health").status_code == 200
 
 
+@pytest.mark.bad_input(51)
 def test_a_client_that_never_reads_is_cut_off() -> None:
     engine = slow_engine()
     engine.delay, engine.blocks = 0.0, (100,)

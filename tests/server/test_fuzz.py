@@ -15,6 +15,7 @@ from schemathesis.specs.openapi.checks import positive_data_acceptance
 
 from server import schemas
 from server.checks import UNSUPPORTED
+from server.keys import read_keys
 from tests.server.benches import Bench, assert_envelope, strict_json
 from tests.server.found_rows import CHAT, COMPLETIONS, DETOKENIZE, FOUND, GOOD, TOKENIZE
 from tests.server.support import FakeEngine, call, make_app
@@ -108,6 +109,12 @@ def test_mutated_bytes() -> None:
 
 SCHEMA = schemathesis.openapi.from_asgi("/openapi.json", make_app(FakeEngine(blocks=(3, 1))))
 
+SECRET = "key-for-schemathesis"
+BEARER = {"Authorization": f"Bearer {SECRET}"}
+GUARDED = schemathesis.openapi.from_asgi(
+    "/openapi.json", make_app(FakeEngine(), keys=read_keys([SECRET])), headers=BEARER
+)
+
 
 @SCHEMA.parametrize()
 @settings(
@@ -122,3 +129,16 @@ def test_the_document_is_kept(case: schemathesis.Case) -> None:
     assert response.status_code < 500
     if response.status_code >= 400 and case.method != "HEAD":
         assert set(response.json()["error"]) == {"message", "type", "param", "code"}
+
+
+@GUARDED.parametrize()
+@settings(
+    max_examples=2, deadline=None, derandomize=True, database=None,
+    suppress_health_check=list(HealthCheck),
+)  # fmt: skip
+def test_the_document_is_kept_with_keys(case: schemathesis.Case) -> None:
+    """Among others: what the document says needs a key is answered with 401 without one."""
+    response = case.call(headers=BEARER)
+    case.validate_response(response, excluded_checks=[positive_data_acceptance])
+    if response.request.headers.get("Authorization") == BEARER["Authorization"]:
+        assert response.status_code != 401

@@ -32,6 +32,7 @@ def test_a_body_over_the_limit_is_refused_by_its_length(bench: Bench) -> None:
     bench.check_health()
 
 
+@pytest.mark.bad_input(34)
 @pytest.mark.parametrize("declared", [True, False])
 def test_a_huge_body_is_refused_early_on_the_wire(declared: bool) -> None:
     sent = 0
@@ -52,6 +53,7 @@ def test_a_huge_body_is_refused_early_on_the_wire(declared: bool) -> None:
         assert httpx.get(url + "/health").status_code == 200
 
 
+@pytest.mark.bad_input(46)
 def test_a_prediction_of_ten_megabytes_is_too_large(bench: Bench) -> None:
     prediction = {"type": "content", "content": "x" * 10_000_000}
     assert_envelope(complete(bench.app, prediction=prediction), 413)
@@ -66,6 +68,7 @@ def test_bodies_below_the_parsing_thread_limit_and_above_it_agree(bench: Bench) 
 # ------------------------------------------------------------------------------ names, ids
 
 
+@pytest.mark.bad_input(40)
 @pytest.mark.parametrize(
     "model", ["nobody", "../../etc/passwd", "x" * 10**6, "a\r\nSet-Cookie: b", "", "é\x00"]
 )
@@ -93,11 +96,13 @@ def test_unknown_urls_and_methods(bench: Bench) -> None:
     assert "xxx" not in metrics
 
 
+@pytest.mark.bad_input(58)
 def test_what_is_switched_off_does_not_exist(bench: Bench) -> None:
     for path in ("/docs", "/redoc", "/tokenizer_info", "/slots", "/props"):
         assert_envelope(call(bench.app, "GET", path), 404)
 
 
+@pytest.mark.bad_input(59)
 @pytest.mark.parametrize(
     ("given", "expected"),
     [

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from typing import Any
 
 import httpx
+import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.errors import CorruptedLogits, RequestFailed
-from engine.types import StepStats
+from engine.types import SpeculationReport, StepStats
 from server.app import create_app
 from server.metrics import Metrics
 from tests.server.support import (
@@ -18,6 +20,7 @@ from tests.server.support import (
     call,
     complete,
     make_app,
+    make_info,
     make_tokenizer,
     serving,
     wait_until,
@@ -85,6 +88,19 @@ STEP = StepStats(
     preemptions=1,
     prefix_query_tokens=32,
     prefix_hit_tokens=16,
+    plan_seconds=0.002,
+    speculation=SpeculationReport(
+        equal_seconds=3.0,
+        decode_seconds=2.0,
+        unknown_seconds=0.25,
+        basis="measured",
+        speedup=1.5,
+        speedup_low=1.4,
+        speedup_high=1.6,
+        wasted_tokens=7,
+        rows_off=(("no_proposal", 5), ("guard", 0)),
+        drafters=("lookup",),
+    ),
 )
 
 
@@ -122,6 +138,64 @@ def test_tokens_per_step_is_the_true_distribution() -> None:
     ]  # fmt: skip
     assert seen[name + "_sum",] == STEP.emitted_tokens
     assert seen[name + "_count",] == STEP.decode_sequences
+
+
+def test_the_speed_up_is_two_counters_and_a_gauge_with_its_range() -> None:
+    metrics = Metrics(MODEL)
+    app = create_app(FakeEngine(), make_tokenizer(), MODEL, metrics=metrics)
+    metrics.on_step(STEP)
+    metrics.on_step(STEP)  # the engine reports sums, which must not be added up
+    seen = samples(app)
+    assert seen["specserve_spec_plain_equivalent_seconds_total",] == 3.0
+    assert seen["specserve_spec_decode_seconds_total",] == 2.0
+    assert seen["specserve_spec_unmeasured_seconds_total",] == 0.25
+    assert seen["specserve_spec_wasted_tokens_total",] == 7
+    assert seen["specserve_spec_rows_off_total", "no_proposal"] == 5
+    assert seen["specserve_spec_rows_off_total", "guard"] == 0
+    for bound, value in (("estimate", 1.5), ("low", 1.4), ("high", 1.6)):
+        assert seen["specserve_spec_speedup_ratio", "measured", bound] == value
+
+
+def test_an_unknown_speed_up_is_no_number() -> None:
+    metrics = Metrics(MODEL)
+    app = create_app(FakeEngine(), make_tokenizer(), MODEL, metrics=metrics)
+    unknown = SpeculationReport(unknown_seconds=1.0)
+    for step in (None, replace(STEP, speculation=unknown)):
+        if step is not None:
+            metrics.on_step(step)
+        seen = samples(app)
+        assert not [key for key in seen if key[0] == "specserve_spec_speedup_ratio"]
+        assert seen["specserve_spec_decode_seconds_total",] == 0  # so the quotient is no number
+    early = replace(unknown, speedup=1.2, basis="modelled")
+    metrics.on_step(replace(STEP, speculation=early))
+    found = {k: v for k, v in samples(app).items() if k[0] == "specserve_spec_speedup_ratio"}
+    assert found == {("specserve_spec_speedup_ratio", "modelled", "estimate"): 1.2}
+
+
+def test_all_of_a_steps_time_is_accounted_for() -> None:
+    metrics = Metrics(MODEL)
+    app = create_app(FakeEngine(), make_tokenizer(), MODEL, metrics=metrics)
+    plain = replace(STEP, drafted_by_position=(), accepted_by_position=())
+    for step in (STEP, plain):  # a drafter that finds nothing takes time, too
+        metrics.on_step(step)
+    seen = samples(app)
+    parts = ("plan", "draft", "verify", "sample")
+    for part in parts:
+        assert seen[f"specserve_spec_{part}_seconds_count",] == 2
+    total = sum(seen[f"specserve_spec_{part}_seconds_sum",] for part in parts)
+    assert total == pytest.approx(seen["specserve_step_seconds_sum",])
+    assert seen["specserve_spec_draft_rounds_total",] == 3
+
+
+def test_a_drafter_that_was_switched_off_shows() -> None:
+    metrics = Metrics(MODEL)
+    engine = FakeEngine(info=make_info(drafters=("lookup", "model")))
+    app = create_app(engine, make_tokenizer(), MODEL, metrics=metrics)
+    assert samples(app)["specserve_spec_active", "model"] == 1
+    metrics.on_step(STEP)
+    seen = samples(app)
+    assert seen["specserve_spec_active", "lookup"] == 1
+    assert seen["specserve_spec_active", "model"] == 0
 
 
 def test_a_plain_step_drafts_nothing() -> None:

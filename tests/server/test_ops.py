@@ -11,8 +11,10 @@ import pytest
 
 from engine.errors import ConfigurationError
 from engine.types import EngineInfo
+from server.access import OPEN_PATHS
 from server.app import create_app
 from server.context import ServerOptions
+from server.keys import read_keys
 from server.text import Tokenizer
 from tests.server.support import (
     MODEL,
@@ -129,11 +131,25 @@ def test_the_openapi_document_is_honest() -> None:
     assert "prompt" in schemas["CompletionRequest"]["required"]
 
 
+def test_the_openapi_document_says_what_needs_a_key() -> None:
+    assert "security" not in call(make_app(FakeEngine()), "GET", "/openapi.json").json()
+    app = make_app(FakeEngine(), keys=read_keys(["a:0123456789abcdef"]))
+    headers = {"Authorization": "Bearer 0123456789abcdef"}
+    for _ in range(2):
+        document = call(app, "GET", "/openapi.json", headers=headers).json()
+    assert document["components"]["securitySchemes"]["bearer"]["scheme"] == "bearer"
+    assert document["security"] == [{"bearer": []}]
+    for path, operations in document["paths"].items():
+        for operation in operations.values():
+            assert ("security" in operation) == (path in OPEN_PATHS)
+            assert operation.get("security", []) == []
+
+
 # ------------------------------------------------------------------------------ life
 
 
 def test_the_socket_is_open_while_the_engine_loads() -> None:
-    engine = FakeEngine(delay=0.3)
+    engine = FakeEngine(delay=1.0)
     engine.state = "new"
     loaded: list[EngineInfo] = []
 

@@ -160,3 +160,39 @@ def test_settings_that_do_not_fit_together_are_refused() -> None:
 @pytest.mark.parametrize("file", CONFIGS, ids=lambda file: file.name)
 def test_the_configurations_that_come_along_are_valid(file: Path) -> None:
     load_settings(file, {}, {}).engine_config("x")
+
+
+# -- drafters --------------------------------------------------------------------------------
+
+
+def test_one_drafter_is_the_short_form_of_several() -> None:
+    one, same = Settings(drafter="lookup"), Settings(drafters="lookup")  # type: ignore[arg-type]
+    for settings in (Settings(), one, same):
+        assert settings.engine_config("x").speculation.default_drafters == ("lookup",)
+    settings = load_settings(None, {}, {"drafters": "lookup, model"})
+    assert settings.drafter == "lookup"
+    assert settings.engine_config("x").speculation.default_drafters == ("lookup", "model")
+    from_environment = load_settings(None, {"SPECSERVE_DRAFTERS": "model,lookup"}, {})
+    assert from_environment.drafters == ("model", "lookup")
+
+
+@pytest.mark.parametrize("drafters", ["model,lookup", "model"])
+def test_several_drafters_are_read_back(tmp_path: Path, drafters: str) -> None:
+    settings = load_settings(None, {}, {"drafters": drafters, "lookup_store_memory": "64MiB"})
+    assert load_settings(write(tmp_path / "a.yaml", settings.to_yaml()), {}, {}) == settings
+    assert settings.engine_config("x").speculation.lookup_store_bytes == 64 << 20
+
+
+def test_drafters_of_a_file_are_a_list(tmp_path: Path) -> None:
+    file = write(tmp_path / "a.yaml", "drafters: [lookup, model]\n")
+    assert load_settings(file, {}, {}).drafters == ("lookup", "model")
+
+
+def test_drafters_that_contradict_each_other_are_refused() -> None:
+    with pytest.raises(ConfigurationError, match="drafter is none, but drafters is lookup, model"):
+        load_settings(None, {"SPECSERVE_DRAFTER": "none"}, {"drafters": "lookup,model"})
+    with pytest.raises(ConfigurationError, match="--drafters is"):
+        load_settings(None, {}, {"drafters": "lookup,modle"})
+    for wrong in ("lookup,none", "lookup,lookup"):
+        with pytest.raises(ConfigurationError, match="drafters is "):
+            load_settings(None, {}, {"drafters": wrong}).engine_config("x")

@@ -137,6 +137,7 @@ def test_ids_that_only_the_padded_embedding_knows_have_no_text() -> None:
     assert codec.token_text(beyond) == ""
 
 
+@pytest.mark.bad_input(42)
 def test_templates_are_sandboxed() -> None:
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=make_tokenizer().backend_tokenizer,

@@ -9,6 +9,7 @@ import signal
 from pathlib import Path
 
 import httpx
+import pytest
 
 from tests.server.processes import PATIENCE, model, serving, small, streaming
 
@@ -38,6 +39,7 @@ Engine.step = frozen
 """
 
 
+@pytest.mark.bad_input(55)
 def test_a_hanging_step_is_noticed_and_told(model: Path, tmp_path: Path) -> None:
     flags = [*small(model), "--stuck-after-seconds", "1", "--log-format", "json"]
     with serving(tmp_path / "log", flags, HANG) as served:
@@ -56,6 +58,7 @@ def test_a_hanging_step_is_noticed_and_told(model: Path, tmp_path: Path) -> None
     assert (request["error"], request["stream"]) == ("engine_unavailable", True)
 
 
+@pytest.mark.bad_input(55)
 def test_a_process_that_stands_still_ends_itself(model: Path, tmp_path: Path) -> None:
     flags = [*small(model), "--stuck-after-seconds", "1"]
     with serving(tmp_path / "log", flags, FREEZE) as served:
