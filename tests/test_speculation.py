@@ -194,7 +194,8 @@ def test_the_last_tokens_count() -> None:
     planner = measuring(engine.parts.planner)
     assert planner is not None
     [value] = finished(done, "r")
-    assert value == pytest.approx(planner.meter.equal_seconds / planner.meter.seconds)
+    # Planning is timed by the real clock, hence a tolerance; a token left out would be 9 %.
+    assert value == pytest.approx(planner.meter.equal_seconds / planner.meter.seconds, rel=0.02)
     assert planner.meter.num_requests == 0  # and it is forgotten
 
 

@@ -29,4 +29,4 @@ class Options:
     epochs: int = 8
     seed: int = 0
     threads: int = 2
-    learning_rate: float = 1e-3
+    learning_rate: float = 3e-3

@@ -109,7 +109,8 @@ def _distance(q: Tensor, ids: Tensor, weights: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def make_student(target: Any, layers: int) -> Any:
-    """A model of `layers` of the target's layers, evenly spaced from its first to its last.
+    """A model of the target's first `layers` layers, which learn more easily to do without the
+    others than the last ones do, or first and last.
 
     Embeddings, output layer and final norm are the target's and do not learn.
     """
@@ -117,17 +118,16 @@ def make_student(target: Any, layers: int) -> Any:
     count = config.num_hidden_layers
     if not 1 <= layers <= count:
         sys.exit(f"--layers is {layers}; the target has {count}, so take 1 to {count}.")
-    chosen = [round(i * (count - 1) / max(1, layers - 1)) for i in range(layers)]
     config.num_hidden_layers = layers
     if getattr(config, "layer_types", None):
-        config.layer_types = [config.layer_types[i] for i in chosen]
+        config.layer_types = config.layer_types[:layers]
     student = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     student = student.float().requires_grad_(False)
     for ours, theirs in (
         (student.model.embed_tokens, target.model.embed_tokens),
         (student.lm_head, target.lm_head),
         (student.model.norm, target.model.norm),
-        *zip(student.model.layers, (target.model.layers[i] for i in chosen), strict=True),
+        *zip(student.model.layers, target.model.layers[:layers], strict=True),
     ):
         ours.load_state_dict(theirs.state_dict())
     student.model.layers.requires_grad_(True)
@@ -161,12 +161,16 @@ class Lesson:
         self._weights = weights
 
     def train(self, numbers: Sequence[int], held_out: Sequence[int], progress: Progress) -> None:
-        """Epochs over the texts of those numbers; says after each how it does on others."""
+        """Epochs over the texts of those numbers; says after each how it does on others.
+
+        The student is left as it was after the best of them: little text is learned by heart.
+        """
         batches = make_batches(self.texts, numbers)
         steps = len(batches) * self.options.epochs
         task = progress.add_task("training", total=steps)
         order = random.Random(self.options.seed)
-        begin, step = time.monotonic(), 0
+        begin, step, best = time.monotonic(), 0, -1.0
+        kept = copy.deepcopy(self.student.model.layers.state_dict())
         for epoch in range(1, self.options.epochs + 1):
             losses = []
             for batch in order.sample(batches, len(batches)):
@@ -181,6 +185,10 @@ class Lesson:
                 agreement = Agreement.measure(self.student, self.texts, held_out)
                 mean = sum(losses) / len(losses)
                 progress.console.print(f"epoch {epoch}: loss {mean:.4f}, held out: {agreement}")
+                if agreement.share > best:
+                    best = agreement.share
+                    kept = copy.deepcopy(self.student.model.layers.state_dict())
+        self.student.model.layers.load_state_dict(kept)
 
     def _step(self, batch: Batch, done: float) -> float:
         for group in self._optimizer.param_groups:
