@@ -113,7 +113,7 @@ class SpeculationConfig:
     drafter: str = "lookup"
     drafters: tuple[str, ...] = ()
     lookup_store_bytes: int = 0
-    max_draft: int = 4
+    max_draft: int = 8
     draft_model: ModelConfig | None = None
     draft_temperature: float = 1.0
     verification: str = "auto"

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate
 
 import torch
 
@@ -78,7 +79,8 @@ class Judge:
         Args:
             logits: [R, V], the rows of all sequences in order, `num_logit_rows` of each.
         """
-        rows = _split_rows(plan, proposal, logits)
+        counts = list(map(num_logit_rows, plan.scheduled, proposal.tokens))
+        rows = list(torch.split(logits, counts))
         chosen: list[list[int]] = [[] for _ in rows]
         drafts: list[list[int] | None] = [None for _ in rows]  # to be matched
         for i, scheduled in enumerate(plan.scheduled):
@@ -89,9 +91,26 @@ class Judge:
                 else:
                     draft = proposal.tokens[i]
                     chosen[i] = self._weigh(scheduled.sequence, draft, weights, rows[i])
-        self._match(plan, drafts, rows, chosen)
-        judged = zip(plan.scheduled, proposal.tokens, chosen, rows, strict=True)
-        return [self._judge_one(*one) for one in judged]
+        ends = list(accumulate(counts))
+        self._match(plan, drafts, logits, ends, chosen)
+        sound = self._sound_rows(logits)
+        judgements = []
+        for i, scheduled in enumerate(plan.scheduled):
+            # Rows behind a refused draft token would not be there without drafts: they decide
+            # nothing.
+            unused = 1 + len(proposal.tokens[i]) - len(chosen[i]) if scheduled.samples else 0
+            if all(sound[ends[i] - counts[i] : ends[i] - unused]):
+                judgements.append(
+                    self._judge_one(scheduled, proposal.tokens[i], chosen[i], rows[i])
+                )
+            else:
+                judgements.append(Judgement(NOTHING.verdict, corrupted=True))
+        return judgements
+
+    def _sound_rows(self, logits: torch.Tensor) -> list[bool]:
+        """Which rows hold neither NaN nor +inf, and are not -inf throughout."""
+        sound: list[bool] = logits[:, : self.vocab_size].amax(dim=-1).isfinite().tolist()
+        return sound
 
     def _weigh(
         self, sequence: Sequence, draft: list[int], weights: torch.Tensor, rows: torch.Tensor
@@ -105,17 +124,24 @@ class Judge:
         self,
         plan: StepPlan,
         drafts: list[list[int] | None],
-        rows: list[torch.Tensor],
+        logits: torch.Tensor,
+        ends: list[int],
         chosen: list[list[int]],
     ) -> None:
         """Appends to `chosen` the target's own tokens of every sequence, up to the first that
-        differs from its draft: rows beyond that one are never looked at. None = not matched."""
+        differs from its draft: rows beyond that one are never looked at. None = not matched.
+
+        Args:
+            logits: [R, V].
+            ends: where each sequence's rows end.
+        """
         alive = [i for i, draft in enumerate(drafts) if draft is not None]
         depth = 0
         while alive:
-            logits = torch.stack([rows[i][depth - 1 - len(drafts[i] or [])] for i in alive])
+            picks = [ends[i] - 1 - len(drafts[i] or []) + depth for i in alive]
+            rows = logits if picks == list(range(len(logits))) else logits[picks]
             contexts = [self._row(plan.scheduled[i].sequence, drafts[i], depth) for i in alive]
-            tokens = select_tokens(logits, contexts, self.vocab_size)
+            tokens = select_tokens(rows, contexts, self.vocab_size)
             for i, token in zip(alive, tokens, strict=True):
                 chosen[i].append(token)
             alive = [i for i in alive if (drafts[i] or [])[depth : depth + 1] == chosen[i][-1:]]
@@ -145,10 +171,6 @@ class Judge:
     ) -> Judgement:
         sequence, params = scheduled.sequence, scheduled.sequence.request.sampling
         verdict, logprobs = NOTHING.verdict, None
-        # Rows behind a refused draft token would not be there without drafts: they decide nothing.
-        unused = 1 + len(draft) - len(target_tokens) if scheduled.samples else 0
-        if not _all_finite(logits[: len(logits) - unused, : self.vocab_size]):
-            return Judgement(verdict, corrupted=True)
         if scheduled.samples:
             accepted = len(target_tokens) - 1
             emitted = self._cut(sequence, target_tokens)
@@ -179,19 +201,6 @@ class Judge:
             if is_eos or token in params.stop_token_ids:
                 return tokens[: i + 1]
         return tokens[: sequence.room]
-
-
-def _split_rows(
-    plan: StepPlan, proposal: DraftProposal, logits: torch.Tensor
-) -> list[torch.Tensor]:
-    """The logits of every scheduled sequence, in order."""
-    counts = map(num_logit_rows, plan.scheduled, proposal.tokens)
-    return list(torch.split(logits, list(counts)))
-
-
-def _all_finite(logits: torch.Tensor) -> bool:
-    """Whether no row holds NaN or +inf, and none is -inf throughout."""
-    return bool(logits.amax(dim=-1).isfinite().all())
 
 
 def predicted_prompt_tokens(scheduled: ScheduledSequence) -> int:
