@@ -45,6 +45,7 @@ def step_stats(
         prefix_query_tokens=plan.prefix_query_tokens,
         prefix_hit_tokens=plan.prefix_hit_tokens,
         drafter_seconds=proposal.seconds,
+        draft_forwards=proposal.forwards,
     )
 
 

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field
 
 from engine.errors import EngineError, InvalidRequest
 
-#: Temperatures below this are greedy: dividing logits by less would overflow float32.
-GREEDY_TEMPERATURE = 1e-5
+GREEDY_TEMPERATURE = 1e-5  # greedy below it: dividing logits by less would overflow float32
 
 
 def _check(condition: bool, param: str, value: object, rule: str) -> None:
@@ -269,6 +268,7 @@ class StepStats:
     speculation: SpeculationReport = field(default_factory=SpeculationReport)
     plan_seconds: float = 0.0  # scheduling, and choosing drafters and draft lengths
     drafter_seconds: Mapping[str, float] = field(default_factory=dict)  # draft_seconds by drafter
+    draft_forwards: int = 0  # passes of draft models
 
 
 @dataclass(frozen=True, slots=True)

@@ -171,10 +171,7 @@ class StepMetrics:
         self._hits = counter("vllm:prefix_cache_hits", "Prompt tokens found in the prefix index.")
         self._preemptions = counter("vllm:num_preemptions", "Sequences that lost their pages.")
         self._steps = counter("specserve_target_forwards", "Passes of the target model.")
-        self._rounds = counter(
-            "specserve_spec_draft_rounds",
-            "Draft rounds: the longest draft of each step, summed up.",
-        )
+        self._draft_forwards = counter("specserve_draft_forwards", "Passes of draft models.")
         self._drafts = counter("vllm:spec_decode_num_drafts", "Drafts the target checked.")
         self._drafted = counter("vllm:spec_decode_num_draft_tokens", "Draft tokens checked.")
         self._accepted = counter("vllm:spec_decode_num_accepted_tokens", "Draft tokens kept.")
@@ -255,7 +252,7 @@ class StepMetrics:
             self._tokens_per_step.add(stats.decode_sequences, stats.accepted_by_position)
         if not stats.drafted_by_position:
             return
-        self._rounds.inc(len(stats.drafted_by_position))
+        self._draft_forwards.inc(stats.draft_forwards)
         self._drafts.inc(stats.drafted_by_position[0])
         self._drafted.inc(sum(stats.drafted_by_position))
         self._accepted.inc(sum(stats.accepted_by_position))

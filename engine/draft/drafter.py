@@ -39,11 +39,13 @@ class DraftProposal:
         probabilities: per sequence the distributions [k, V] its tokens were drawn from, or
             None where the draft is deterministic.
         seconds: that each drafter took which was asked.
+        forwards: passes of draft models.
     """
 
     tokens: list[list[int]]
     probabilities: list[torch.Tensor | None] | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)
+    forwards: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,6 +77,7 @@ class ModelDrafter:
         self.limits = limits
         self._eos_token_ids = eos_token_ids
         self._read: dict[Sequence, int] = {}  # draft tokens read in the step under way
+        self._forwards = 0  # passes in that step
 
     def outlook(self, sequence: Sequence) -> int | None:
         """What it knows before it drafts: only that it is silent near its own context limit."""
@@ -89,6 +90,7 @@ class ModelDrafter:
     def propose(self, sequences: Seq[Sequence], lengths: Seq[int]) -> DraftProposal:
         """See `Drafter.propose`."""
         self._read.clear()
+        self._forwards = 0
         room = self.limits.max_model_len
         wanted = [
             _Draft(i, sequence, min(length, room - len(sequence.tokens)))
@@ -107,6 +109,7 @@ class ModelDrafter:
         return DraftProposal(
             [draft.tokens for draft in wanted],
             [torch.stack(draft.weights) if draft.weights else None for draft in wanted],
+            forwards=self._forwards,
         )
 
     def commit(
@@ -161,6 +164,7 @@ class ModelDrafter:
     def _forward(self, spans: list[Span]) -> torch.Tensor:
         if not spans:
             return torch.empty(0)
+        self._forwards += 1
         limits, runner = self.limits, self.runner
         batch = build_batch(
             spans, limits.page_size, limits.num_pages, runner.device, runner.min_rows

@@ -82,6 +82,7 @@ class DrafterPortfolio:
         tokens: list[list[int]] = [[] for _ in sequences]
         weights: list[torch.Tensor | None] = [None for _ in sequences]
         seconds: dict[str, float] = {}
+        forwards = 0
         groups: dict[str, list[int]] = defaultdict(list)
         for i, (sequence, length) in enumerate(zip(sequences, lengths, strict=True)):
             if length and sequence.drafter in self._drafters:
@@ -92,12 +93,13 @@ class DrafterPortfolio:
                 proposal = drafter.propose(
                     [sequences[i] for i in members], [lengths[i] for i in members]
                 )
+                forwards += proposal.forwards
                 drawn_from = proposal.probabilities or [None] * len(members)
                 for i, draft, rows in zip(members, proposal.tokens, drawn_from, strict=True):
                     tokens[i] = self._trim(draft, lengths[i])
                     weights[i] = rows if rows is None else rows[: len(tokens[i])]
             seconds[name] = self._clock() - began
-        return DraftProposal(tokens, weights, seconds)
+        return DraftProposal(tokens, weights, seconds, forwards)
 
     def commit(self, sequences: Seq[Sequence], verdicts: Seq[Verdict]) -> None:
         """Tells every drafter what became of the sequences it may draft for."""

@@ -68,6 +68,9 @@ def test_a_draft_model_equal_to_the_target_is_always_right(sampling):
         stats = done.answers[f"r{i}"].choices[0].end.stats
         assert stats.accepted_tokens == stats.draft_tokens
         assert stats.target_passes == 1 + 30 // 5  # the prefill's token, then 1 + 4 a pass
+    # One pass catches up, one more for every further token of the longest draft.
+    for step in done.stats:
+        assert step.draft_forwards == len(step.drafted_by_position)
 
 
 def test_pages_run_out_and_answers_stay():

@@ -176,7 +176,8 @@ def test_all_of_a_steps_time_is_accounted_for() -> None:
     metrics = Metrics(MODEL)
     app = create_app(FakeEngine(), make_tokenizer(), MODEL, metrics=metrics)
     plain = replace(STEP, drafted_by_position=(), accepted_by_position=())
-    for step in (STEP, plain):  # a drafter that finds nothing takes time, too
+    drafting = replace(STEP, draft_forwards=3)
+    for step in (drafting, plain):  # a drafter that finds nothing takes time, too
         metrics.on_step(step)
     seen = samples(app)
     parts = ("plan", "draft", "verify", "sample")
@@ -184,7 +185,7 @@ def test_all_of_a_steps_time_is_accounted_for() -> None:
         assert seen[f"specserve_spec_{part}_seconds_count",] == 2
     total = sum(seen[f"specserve_spec_{part}_seconds_sum",] for part in parts)
     assert total == pytest.approx(seen["specserve_step_seconds_sum",])
-    assert seen["specserve_spec_draft_rounds_total",] == 3
+    assert seen["specserve_draft_forwards_total",] == 3
 
 
 def test_a_drafter_that_was_switched_off_shows() -> None:
