@@ -39,8 +39,8 @@ import httpx
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 PATIENCE = 120.0
 
-#: How much more memory than in the first quarter may be in use in the last: allocators need room.
-SLACK_BYTES, SLACK_SHARE = 32e6, 0.03
+#: How much more memory than in the third quarter may be in use in the last: allocators need room.
+SLACK_BYTES, SLACK_SHARE = 16e6, 0.015
 
 #: Bodies that are refused, whatever the model.
 BAD: list[bytes] = [

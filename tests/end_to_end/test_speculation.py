@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import time
 from typing import Any
 
@@ -80,14 +81,17 @@ def test_status_metrics_answers_and_log_agree(serve_tiny: Serve, mode: str) -> N
     # What each answer tells of itself.
     drafted = sum(answer["speculation"]["drafted"] for answer in answers)
     assert (drafted > 0) == (mode != "off")
-    assert (lines[0]["draft_length"] is None) == (mode == "off")
+    # The first line may end before anything was drafted; with off, no line knows of a draft.
+    assert any(line["draft_length"] is not None for line in lines) == (mode != "off")
     assert all("speedup" in answer["speculation"] for answer in answers)
     if mode == "off":
         assert measured["basis"] == "measured"
+        assert 0.5 < measured["ratio"] <= 1.0
         # Planning is charged, and the tiny model's steps are so short that on a busy machine a
-        # single planning that is interrupted may outweigh an answer.
-        assert 0.2 < measured["ratio"] <= 1.0
-        assert all(0.0 < answer["speculation"]["speedup"] <= 1.0 for answer in answers[1:])
+        # single planning that is interrupted may outweigh an answer: not half of them, though.
+        speedups = [answer["speculation"]["speedup"] for answer in answers[1:]]
+        assert all(0.0 < speedup <= 1.0 for speedup in speedups)
+        assert statistics.median(speedups) > 0.5
         assert {line["not_drafted_mostly"] for line in lines} <= {"off", None}
     assert sum(line["tokens_per_second"] for line in lines) > 0
 
