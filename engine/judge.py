@@ -18,7 +18,7 @@ from engine.batch import Span
 from engine.cache.pages import TARGET
 from engine.draft.drafter import DraftProposal, Verdict
 from engine.sampling.logprobs import token_logprobs
-from engine.sampling.processors import SamplingRow, select_tokens
+from engine.sampling.processors import SamplingRow, Selector
 from engine.scheduler import ScheduledSequence, StepPlan
 from engine.sequence import Sequence
 from engine.types import SamplingParams, TokenLogprobs
@@ -92,8 +92,9 @@ class Judge:
                     draft = proposal.tokens[i]
                     chosen[i] = self._weigh(scheduled.sequence, draft, weights, rows[i])
         ends = list(accumulate(counts))
-        self._match(plan, drafts, logits, ends, chosen)
-        sound = self._sound_rows(logits)
+        selector = Selector(logits, self.vocab_size)
+        self._match(plan, drafts, selector, ends, chosen)
+        sound = selector.sound()
         judgements = []
         for i, scheduled in enumerate(plan.scheduled):
             # Rows behind a refused draft token would not be there without drafts: they decide
@@ -107,11 +108,6 @@ class Judge:
                 judgements.append(Judgement(NOTHING.verdict, corrupted=True))
         return judgements
 
-    def _sound_rows(self, logits: torch.Tensor) -> list[bool]:
-        """Which rows hold neither NaN nor +inf, and are not -inf throughout."""
-        sound: list[bool] = logits[:, : self.vocab_size].amax(dim=-1).isfinite().tolist()
-        return sound
-
     def _weigh(
         self, sequence: Sequence, draft: list[int], weights: torch.Tensor, rows: torch.Tensor
     ) -> list[int]:
@@ -124,7 +120,7 @@ class Judge:
         self,
         plan: StepPlan,
         drafts: list[list[int] | None],
-        logits: torch.Tensor,
+        selector: Selector,
         ends: list[int],
         chosen: list[list[int]],
     ) -> None:
@@ -132,16 +128,15 @@ class Judge:
         differs from its draft: rows beyond that one are never looked at. None = not matched.
 
         Args:
-            logits: [R, V].
+            selector: of the step's logits.
             ends: where each sequence's rows end.
         """
         alive = [i for i, draft in enumerate(drafts) if draft is not None]
         depth = 0
         while alive:
             picks = [ends[i] - 1 - len(drafts[i] or []) + depth for i in alive]
-            rows = logits if picks == list(range(len(logits))) else logits[picks]
             contexts = [self._row(plan.scheduled[i].sequence, drafts[i], depth) for i in alive]
-            tokens = select_tokens(rows, contexts, self.vocab_size)
+            tokens = selector.select(picks, contexts)
             for i, token in zip(alive, tokens, strict=True):
                 chosen[i].append(token)
             alive = [i for i in alive if (drafts[i] or [])[depth : depth + 1] == chosen[i][-1:]]

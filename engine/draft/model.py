@@ -16,7 +16,7 @@ import torch
 from engine.batch import Span, build_batch
 from engine.draft.drafter import DraftProposal, Verdict
 from engine.model.loader import Runner
-from engine.sampling import Purpose, SamplingRow, probabilities, process_logits, select_tokens
+from engine.sampling import Purpose, SamplingRow, Selector, probabilities, process_logits
 from engine.sequence import Sequence
 
 
@@ -173,6 +173,7 @@ class ModelDrafter:
 
     def _draw(self, drafts: list[_Draft], logits: torch.Tensor) -> None:
         """One more token for every draft, from its row of logits [len(drafts), V]."""
+        selector = Selector(logits)
         for purpose in (Purpose.TOKEN, Purpose.DRAFT):
             rows = [
                 i
@@ -182,7 +183,7 @@ class ModelDrafter:
             if not rows:
                 continue
             contexts = [self._row(drafts[i]) for i in rows]
-            chosen = select_tokens(logits[rows], contexts, purpose=purpose)
+            chosen = selector.select(rows, contexts, purpose)
             for i, token in zip(rows, chosen, strict=True):
                 drafts[i].tokens.append(token)
             if purpose is Purpose.DRAFT:

@@ -6,7 +6,7 @@ exact selection operations ever run on several rows at once, every sum runs on o
 
 from engine.sampling.logprobs import token_logprobs
 from engine.sampling.noise import Purpose, gumbel, noise_key, race, uniform
-from engine.sampling.processors import process_logits, select_tokens
+from engine.sampling.processors import Selector, process_logits
 from engine.sampling.rows import SamplingRow
 from engine.sampling.verify import (
     Chance,
@@ -24,6 +24,7 @@ __all__ = [
     "Outcome",
     "Purpose",
     "SamplingRow",
+    "Selector",
     "block",
     "gumbel",
     "match",
@@ -32,7 +33,6 @@ __all__ = [
     "process_logits",
     "race",
     "rejection",
-    "select_tokens",
     "token_logprobs",
     "uniform",
 ]

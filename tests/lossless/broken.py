@@ -34,8 +34,8 @@ class Leaky(Judge):
 class Generous(Judge):
     """Keeps the first draft token whatever the target says, and goes on as if it had said so."""
 
-    def _match(self, plan: Any, drafts: Any, logits: Tensor, ends: Any, chosen: Any) -> None:
-        super()._match(plan, drafts, logits, ends, chosen)
+    def _match(self, plan: Any, drafts: Any, selector: Any, ends: Any, chosen: Any) -> None:
+        super()._match(plan, drafts, selector, ends, chosen)
         for said, draft in zip(chosen, drafts, strict=True):
             if draft and len(said) == 1:
                 said[0] = draft[0]

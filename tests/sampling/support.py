@@ -11,7 +11,7 @@ import scipy.stats
 import torch
 from torch import Tensor
 
-from engine.sampling import Chance, Outcome, Purpose, SamplingRow
+from engine.sampling import Chance, Outcome, Purpose, SamplingRow, Selector
 from engine.types import SamplingParams
 
 EOS = frozenset({2})
@@ -39,6 +39,13 @@ def make_row(
         choice=choice,
         eos_token_ids=EOS,
     )
+
+
+def select_tokens(
+    logits: Tensor, rows: Sequence[SamplingRow], vocab_size: int | None = None
+) -> list[int]:
+    """One token for each row of logits."""
+    return Selector(logits, vocab_size).select(range(len(logits)), rows)
 
 
 def chi_square_odds(counts: Tensor, probabilities: Tensor) -> float:

@@ -11,8 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from engine.sampling import SamplingRow, match, select_tokens
-from tests.sampling.support import make_row
+from engine.sampling import SamplingRow, match
+from tests.sampling.support import make_row, select_tokens
 
 V = 12
 LENGTH = 14

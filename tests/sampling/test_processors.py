@@ -9,8 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.sampling import SamplingRow, process_logits, race, select_tokens
-from tests.sampling.support import EOS, make_row
+from engine.sampling import SamplingRow, Selector, process_logits, race
+from engine.sampling.processors import peaks
+from tests.sampling.support import EOS, make_row, select_tokens
 
 INF = torch.inf
 
@@ -154,6 +155,46 @@ def test_greedy_ties_go_to_the_lowest_id(dtype: torch.dtype) -> None:
     logits[:, [400, 30, 999]] = 1.0
     rows = [make_row(temperature=0.0), make_row(temperature=0.0, logit_bias={0: -1.0})]
     assert select_tokens(logits, rows) == [30, 30]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("size", [1, 7, 255, 256, 257, 511, 512, 1000, 4096, 5003])
+def test_peaks_are_the_maximum_and_its_first_place(size: int, dtype: torch.dtype) -> None:
+    """Few distinct values, so that ties abound, within blocks and across them."""
+    make = torch.Generator().manual_seed(size)
+    padded = torch.randint(-3, 4, (64, size + 5), generator=make).to(dtype)
+    padded[:, size:] = 9.0
+    rare = torch.full((size + 2, size), -1.0, dtype=dtype)
+    rare[range(size), range(size)] = 0.0
+    for logits in (padded[:, :size], rare[:, :size], padded[:0, :size]):
+        values, ids = peaks(logits)
+        assert torch.equal(values, logits.amax(-1))
+        assert torch.equal(ids, logits.float().argmax(-1))
+
+
+def test_peaks_show_what_is_no_number() -> None:
+    logits = torch.zeros(5, 700)
+    for row, (place, bad) in enumerate([(3, torch.nan), (699, torch.nan), (650, INF), (0, -INF)]):
+        logits[row, place] = bad
+    logits[4] = -INF
+    assert peaks(logits)[0].isfinite().tolist() == [False, False, False, True, False]
+    assert Selector(logits).sound() == [False, False, False, True, False]
+
+
+def test_rows_are_chosen_from_in_any_order() -> None:
+    """What is asked of other rows, and when, changes nothing."""
+    logits = torch.randn(6, 3000, generator=torch.Generator().manual_seed(1))
+    asks: list[dict[str, Any]] = [{"temperature": 0.0}, {}, {"temperature": 0.0, "top_k": 4}]
+    asks += [{"temperature": 0.0, "logit_bias": {7: 9.0}}, {"top_p": 0.5}, {"min_p": 0.2}]
+    rows = [make_row(seed=i, **ask) for i, ask in enumerate(asks)]
+    expected = select_tokens(logits, rows)
+    selector = Selector(logits)
+    for picks in ([5, 0], [3], [4, 2, 1], [0, 0]):
+        chosen = selector.select(picks, [rows[i] for i in picks])
+        assert chosen == [expected[i] for i in picks]
+    assert selector.select([], []) == []
+    with pytest.raises(ValueError, match="1 rows for 2 rows of logits"):
+        selector.select([0, 1], rows[:1])
 
 
 def test_greedy_choice_is_of_the_processed_logits() -> None:
