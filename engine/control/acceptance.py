@@ -76,8 +76,11 @@ class AcceptanceModel:
         self._surprise = np.zeros((0, 2))
         self._drafts = np.zeros(0)
         self._drafter = np.zeros(0, dtype=np.int64)
-        self._resize(8)
         self._means = Means(self.depth)
+        # What `estimate` tells, by slot (and bucket), as of the last `settle`.
+        self._acceptance = np.zeros((0, NUM_BUCKETS, self.depth))
+        self._offers = np.zeros((0, self.depth))
+        self._resize(8)
 
     @property
     def num_slots(self) -> int:
@@ -110,14 +113,7 @@ class AcceptanceModel:
         """Per sequence and depth [R, depth]: the probability that a token is accepted if all
         before it are, and the probability that the drafter offers that many tokens; as of the
         last `settle`."""
-        drafters = self._drafter[slots]
-        mean = self._means.acceptance[drafters, buckets]
-        own = self._own(slots, buckets)
-        acceptance: Floats = mean + self._means.trust(drafters)[:, None] * (own - mean)
-        offer = self._offer[slots]
-        offers = offer[:, 0] + _OFFER_STRENGTH * self._means.offer[drafters]
-        offers /= offer[:, 1] + _OFFER_STRENGTH
-        return acceptance, np.minimum.accumulate(offers, axis=1)
+        return self._acceptance[slots, buckets], self._offers[slots]
 
     def describe(self) -> dict[str, list[dict[str, float]]]:
         """By drafter: acceptance at each depth, and how many judged tokens it rests on."""
@@ -148,6 +144,7 @@ class AcceptanceModel:
         for sums in (self._counts, self._level, self._offer, self._surprise, self._drafts):
             sums[slot] = 0.0
         self._drafter[slot] = self._means.index(drafter)
+        self._work_out(np.array([slot]))
         return slot
 
     def _resize(self, size: int) -> None:
@@ -157,6 +154,8 @@ class AcceptanceModel:
         self._counts, self._level = longer(self._counts, more), longer(self._level, more)
         self._offer, self._surprise = longer(self._offer, more), longer(self._surprise, more)
         self._drafts = longer(self._drafts, more)
+        self._acceptance = longer(self._acceptance, more)
+        self._offers = longer(self._offers, more)
         self._drafter = np.concatenate((self._drafter, np.zeros(more, dtype=np.int64)))
         self._free.extend(range(size - 1, old - 1, -1))
 
@@ -171,6 +170,20 @@ class AcceptanceModel:
         self._free.extend(self._leaving)
         self._leaving.clear()
         self.surprises = 0
+        if noted:
+            in_use = [slot for own in self._slots.values() for slot in own.values()]
+            self._work_out(np.array(in_use, dtype=np.int64))
+
+    def _work_out(self, slots: Ints) -> None:
+        """What `estimate` tells of some slots, for every bucket."""
+        drafters, every = self._drafter[slots], slice(None)
+        mean = self._means.acceptance[drafters]
+        trust = self._means.trust(drafters)[:, None, None]
+        self._acceptance[slots] = mean + trust * (self._own(slots, every) - mean)
+        offer = self._offer[slots]
+        offers = offer[:, 0] + _OFFER_STRENGTH * self._means.offer[drafters]
+        offers /= offer[:, 1] + _OFFER_STRENGTH
+        self._offers[slots] = np.minimum.accumulate(offers, axis=1)
 
     def _learn(self, noted: list[Outcomes]) -> None:
         def gather(name: str) -> Ints:
@@ -208,13 +221,16 @@ class AcceptanceModel:
             self._learn_own(slots[mine], buckets[mine], outcome, offer)
             self._watch(slots[mine], sums[4, mine, 0], outcome[:, :, 0].sum(axis=1))
 
-    def _own(self, slots: Ints, buckets: Ints) -> Floats:
-        """[R, depth]: acceptance as the sequences' own outcomes have it."""
+    def _own(self, slots: Ints, buckets: Ints | slice) -> Floats:
+        """[R, depth]: acceptance as the sequences' own outcomes have it; [R, buckets, depth] for
+        a slice of buckets."""
         counts, level = self._counts[slots, buckets], self._level[slots]
         shift = level[:, :1] / (level[:, 1:] + _LEVEL_STRENGTH)
-        expected = (self._means.acceptance[self._drafter[slots], buckets] + shift).clip(0.01, 0.99)
-        own: Floats = counts[:, 0] + _STRENGTH * expected
-        own /= counts.sum(axis=1) + _STRENGTH
+        mean = self._means.acceptance[self._drafter[slots], buckets]
+        shift = shift.reshape(-1, *[1] * (mean.ndim - 1))
+        expected = (mean + shift).clip(0.01, 0.99)
+        own: Floats = counts[..., 0, :] + _STRENGTH * expected
+        own /= counts.sum(axis=-2) + _STRENGTH
         return own
 
     def _learn_trust(self, slots: Ints, buckets: Ints, outcome: Floats) -> None:

@@ -49,7 +49,7 @@ class Candidates:
 
     def of(self, drafter: str) -> Ints:
         """The lines of one drafter."""
-        return np.flatnonzero(np.array(self.drafters) == drafter)
+        return np.array([i for i, name in enumerate(self.drafters) if name == drafter], dtype=int)
 
 
 class Queue:

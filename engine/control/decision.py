@@ -10,6 +10,7 @@ from engine.control.acceptance import AcceptanceModel
 from engine.control.allocate import Allocation, Margins, allocate, margins
 from engine.control.candidates import Candidates
 from engine.control.latency import CostModel, Load
+from engine.control.means import Floats
 from engine.control.step import Line, PendingStep
 
 #: Expected gain at which speculation is taken up; it is kept while there is any.
@@ -17,7 +18,7 @@ _WORTH_STARTING = 0.02
 
 #: Estimates, and decisions on the same sequences, are kept for so many steps: they move slowly,
 #: and deciding costs time. Two surprises end that early.
-_KEPT_STEPS = 12
+_KEPT_STEPS = 6
 _SURPRISES = 2
 
 #: Outcomes of drafts before which every step is decided anew.
@@ -164,7 +165,7 @@ class Decider:
             limits=np.minimum([line.limit for line in lines], self._acceptance.depth),
             drafters=[line.drafter for line in lines],
             owners=np.array([line.row for line in lines]),
-            backlog=np.array([_share_of_backlog(line) for line in lines]),
+            backlog=_backlog(lines),
         )
         like = self._like.get(len(step.rows))
         best = allocate(rows, step.decode, step.whole, self._costs, like)
@@ -191,8 +192,9 @@ class Decider:
         return worth
 
 
-def _share_of_backlog(line: Line) -> float:
-    """Tokens to catch up with for each step that gains from it."""
-    if not line.backlog:
-        return 0.0
-    return line.backlog / min(_CATCH_UP_STEPS, max(1, line.sequence.room // 2))
+def _backlog(lines: list[Line]) -> Floats | None:
+    """Tokens to catch up with for each step that gains from it; None if there are none."""
+    if not any(line.backlog for line in lines):
+        return None
+    steps = [min(_CATCH_UP_STEPS, max(1, line.sequence.room // 2)) for line in lines]
+    return np.array([line.backlog for line in lines]) / steps

@@ -166,7 +166,7 @@ def test_peaks_are_the_maximum_and_its_first_place(size: int, dtype: torch.dtype
     padded[:, size:] = 9.0
     rare = torch.full((size + 2, size), -1.0, dtype=dtype)
     rare[range(size), range(size)] = 0.0
-    for logits in (padded[:, :size], rare[:, :size], padded[:0, :size]):
+    for logits in (padded[:, :size], rare[:, :size], padded[:2, :size], padded[:0, :size]):
         values, ids = peaks(logits)
         assert torch.equal(values, logits.amax(-1))
         assert torch.equal(ids, logits.float().argmax(-1))
