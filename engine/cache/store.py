@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
+from engine.cache import huge_pages
+
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
@@ -55,8 +57,12 @@ class KVStore:
             shape.head_size,
         )
         # Not zeroed: memory is taken as pages fill, and nothing unwritten is ever read.
-        self.keys = torch.empty(size, dtype=shape.dtype, device=device)
-        self.values = torch.empty(size, dtype=shape.dtype, device=device)
+        self.keys, self.values = (
+            huge_pages.empty(size, shape.dtype)
+            if torch.device(device).type == "cpu"
+            else torch.empty(size, dtype=shape.dtype, device=device)
+            for _ in range(2)
+        )
 
     def write(
         self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor

@@ -20,6 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from engine.batch import Batch
+from engine.cache.huge_pages import Arena
 from engine.cache.store import CacheShape, KVStore
 from engine.model.linear import has_native_bfloat16
 from engine.model.native import fields, load_kernels
@@ -89,11 +90,8 @@ def why_not_native(model: PreTrainedModel) -> str | None:
         return f"its activation is {config.hidden_act}"
     if rope not in _STATIC_ROPE:
         return f"its rotary embedding is {rope}"
-    if (
-        config.hidden_size % 2
-        or config.intermediate_size % 2
-        or model.model.layers[0].self_attn.head_dim % 2
-    ):
+    head_size = model.model.layers[0].self_attn.head_dim
+    if any(width % 2 for width in (config.hidden_size, config.intermediate_size, head_size)):
         return "a layer's width is odd"
     if config.num_attention_heads // groups > _MAX_GROUP:
         return f"it has more than {_MAX_GROUP} query heads to a key/value head"
@@ -116,6 +114,7 @@ class NativeDecoder:
         self._kernel.argtypes = [ctypes.POINTER(_Decoder), ctypes.POINTER(_Step)]
         self._kernel.restype = None
         self._kept: list[torch.Tensor] = []  # what the kernel's pointers point to
+        self._arena = Arena()
         self.dtype = model.dtype
         body, config = model.model, model.config
         attention = body.layers[0].self_attn
@@ -213,7 +212,7 @@ class NativeDecoder:
         return None if norm is None else self._keep(norm.weight.detach().float())
 
     def _keep(self, tensor: torch.Tensor) -> int:
-        self._kept.append(tensor.contiguous())
+        self._kept.append(self._arena.keep(tensor))
         return self._kept[-1].data_ptr()
 
 

@@ -10,7 +10,6 @@
 namespace {
 
 constexpr int kBlockOutputs = 2 * kLanes;
-constexpr int kPrefetchBytes = 4096;
 constexpr int kMaxTile = 12;  // rows whose accumulators fit into the registers
 
 // Packed float32 weights of a block: [K][32].
@@ -31,17 +30,20 @@ struct Weights16 {
   }
 };
 
-// kRows rows of X [.., stride] against one block of weights.
-template <class W, int kRows>
+// kRows rows of X [.., stride] against one block of weights, fetching the next block if told to.
+template <class W, int kRows, bool kFetch>
 inline void block_product(Vec (&out)[kRows][2], const typename W::Element* x, int64_t stride,
-                          const typename W::Element* w, int inputs, int64_t ahead) {
+                          const typename W::Element* w, int inputs) {
   constexpr int step = W::kInputsPerStep;
   Vec sums[kRows][2];  // local, so that the compiler may keep it in registers
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) sums[r][0] = sums[r][1] = Vec{};
+  const int64_t block = int64_t(inputs) * kBlockOutputs;
   for (int k = 0; k < inputs; k += step, w += step * kBlockOutputs) {
-    __builtin_prefetch((const char*)w + ahead);
-    __builtin_prefetch((const char*)w + ahead + 64);
+    if constexpr (kFetch) {  // into the second-level cache: the first has no room for a block
+      __builtin_prefetch(w + block, 0, 2);
+      __builtin_prefetch(w + block + step * kLanes, 0, 2);
+    }
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
       sums[r][0] = W::multiply(sums[r][0], x + r * stride + k, w);
@@ -56,14 +58,14 @@ inline void block_product(Vec (&out)[kRows][2], const typename W::Element* x, in
 }
 
 // Calls finish(row, sums[2]) for rows [first, first + count) of one block; count <= kMaxTile.
-template <class W, class Finish, int kRows = kMaxTile>
+template <class W, bool kFetch, class Finish, int kRows = kMaxTile>
 inline void tile_product(int count, int first, const typename W::Element* x, int64_t stride,
-                         const typename W::Element* w, int inputs, int64_t ahead, const Finish& finish) {
+                         const typename W::Element* w, int inputs, const Finish& finish) {
   if constexpr (kRows > 0) {
     if (count < kRows)
-      return tile_product<W, Finish, kRows - 1>(count, first, x, stride, w, inputs, ahead, finish);
+      return tile_product<W, kFetch, Finish, kRows - 1>(count, first, x, stride, w, inputs, finish);
     Vec sums[kRows][2];
-    block_product<W, kRows>(sums, x + first * stride, stride, w, inputs, ahead);
+    block_product<W, kRows, kFetch>(sums, x + first * stride, stride, w, inputs);
     for (int r = 0; r < kRows; ++r) finish(first + r, sums[r]);
   }
 }
@@ -73,15 +75,15 @@ template <class W, class Finish>
 void multiply(const typename W::Element* x, int rows, int inputs, const typename W::Element* packed,
               int begin, int end, const Finish& finish) {
   const int tiles = (rows + kMaxTile - 1) / kMaxTile;
-  // A single tile streams its block from memory; of several, the last fetches the next block.
-  const int64_t block_bytes = int64_t(sizeof(typename W::Element)) * inputs * kBlockOutputs;
-  const int64_t ahead = tiles > 1 ? block_bytes : kPrefetchBytes;
   for (int block = begin; block < end; ++block) {
     const auto* w = packed + int64_t(block) * inputs * kBlockOutputs;
+    const auto put = [&](int row, const Vec* sums) { finish(row, block, sums); };
     for (int t = 0; t < tiles; ++t) {  // tiles of nearly equal height
       const int first = int(int64_t(rows) * t / tiles), last = int(int64_t(rows) * (t + 1) / tiles);
-      tile_product<W>(last - first, first, x, inputs, w, inputs, t + 1 < tiles ? 0 : ahead,
-                      [&](int row, const Vec* sums) { finish(row, block, sums); });
+      // A single tile streams its block from memory as fast as that can be; where several use a
+      // block, memory would rest meanwhile.
+      if (t > 0 && t == tiles - 1) tile_product<W, true>(last - first, first, x, inputs, w, inputs, put);
+      else tile_product<W, false>(last - first, first, x, inputs, w, inputs, put);
     }
   }
 }
