@@ -159,6 +159,30 @@ inline void add_values(float* output, int padded, const Vec* factors, const floa
   if (d < padded) add_values<T, kRows, 2>(output, padded, factors, weights, values, from, to, d);
 }
 
+// Slots of the positions [first, last] of a sequence.
+inline void find_slots(int64_t* slots, const int32_t* pages, int page_size, int first, int last) {
+  int page = first / page_size, offset = first % page_size;
+  for (int position = first; position <= last; ++position) {
+    *slots++ = int64_t(pages[page]) * page_size + offset;
+    if (++offset == page_size) offset = 0, ++page;
+  }
+}
+
+// A quarter of a block's keys and values, into the second-level cache. Pages lie anywhere, and of
+// each token a group reads two short pieces, so the processor itself does not see what comes next.
+// Always inlined, or the compiler takes a function without effects for one without purpose.
+template <class Element>
+__attribute__((always_inline)) inline void fetch(const Attention& a, const int64_t* slots, int count, int quarter, int group) {
+  const int end = (quarter + 1) * kBlock / 4 < count ? (quarter + 1) * kBlock / 4 : count;
+  for (int j = quarter * kBlock / 4; j < end; ++j) {
+    const int64_t at = (slots[j] * a.groups + group) * a.head_size;
+    for (int d = 0; d < a.head_size; d += 64 / int(sizeof(Element))) {
+      __builtin_prefetch(static_cast<const Element*>(a.key_cache) + at + d, 0, 2);
+      __builtin_prefetch(static_cast<const Element*>(a.value_cache) + at + d, 0, 2);
+    }
+  }
+}
+
 // Calls f with the largest supported number of rows up to `rows`, as a constant; returns it.
 template <class F>
 inline int by_rows(int rows, const F& f) {
@@ -192,15 +216,22 @@ void attend_tile(const Attention& a, Scratch<T>& scratch, const Tile& tile, int 
   std::memset(scratch.output, 0, sizeof(float) * rows * padded);
   const int last_position = position0 + tile.tokens - 1;
   const int first_seen = a.window && position0 >= a.window ? position0 - a.window + 1 : 0;
-  for (int first = first_seen / kBlock * kBlock; first <= last_position; first += kBlock) {
-    const int from = first < first_seen ? first_seen - first : 0;
-    const int to = last_position - first < kBlock - 1 ? last_position - first : kBlock - 1;
+  const int first_block = first_seen / kBlock * kBlock;
+  const auto last_of = [&](int first) { return last_position < first + kBlock ? last_position : first + kBlock - 1; };
+  int64_t both[2][kBlock];  // slots of the present block and of the next one
+  find_slots(both[0], pages, a.page_size, first_block, last_of(first_block));
+  for (int first = first_block, turn = 0; first <= last_position; first += kBlock, turn ^= 1) {
+    const int64_t *slots = both[turn], *next_slots = both[turn ^ 1];
+    const int next = first + kBlock, coming = next <= last_position ? last_of(next) - next + 1 : 0;
+    if (coming) find_slots(both[turn ^ 1], pages, a.page_size, next, last_of(next));
+    // Between the parts of the work, since only so many requests can be under way.
+    fetch<Element>(a, next_slots, coming, 0, group);
+    const int from = first < first_seen ? first_seen - first : 0, to = last_of(first) - first;
     const Element *keys[kBlock], *values[kBlock];
     for (int j = from; j <= to; ++j) {
-      const int position = first + j;
-      const int64_t slot = int64_t(pages[position / a.page_size]) * a.page_size + position % a.page_size;
-      keys[j] = static_cast<const Element*>(a.key_cache) + (slot * a.groups + group) * size;
-      values[j] = static_cast<const Element*>(a.value_cache) + (slot * a.groups + group) * size;
+      const int64_t at = (slots[j] * a.groups + group) * size;
+      keys[j] = static_cast<const Element*>(a.key_cache) + at;
+      values[j] = static_cast<const Element*>(a.value_cache) + at;
       if (padded != size) {
         keys[j] = (Element*)std::memcpy(scratch.keys + j * padded, keys[j], sizeof(Element) * size);
         values[j] = (Element*)std::memcpy(scratch.values + j * padded, values[j], sizeof(Element) * size);
@@ -211,6 +242,7 @@ void attend_tile(const Attention& a, Scratch<T>& scratch, const Tile& tile, int 
     const int words = padded * int(sizeof(Element)) / 4;
     IVec* by_word = scratch.transposed.data();
     transpose_keys(by_word, keys, words);
+    fetch<Element>(a, next_slots, coming, 1, group);
     // Rows that see this block are consecutive: later ones see more, windows leave earlier ones behind.
     const int skipped = first > position0 ? (first - position0) * per_group : 0;
     int live = rows;
@@ -223,11 +255,13 @@ void attend_tile(const Attention& a, Scratch<T>& scratch, const Tile& tile, int 
         score_rows<T, width()>(weights + r * kBlock, scratch.queries + r * padded, by_word, words, a.scale);
       });
     }
+    fetch<Element>(a, next_slots, coming, 2, group);
     for (int r = skipped; r < live; ++r) {
       const int position = position0 + r / per_group;
       const int begin = a.window && position >= a.window ? position - a.window + 1 : 0;
       factors[r] = weigh(state[r], weights + r * kBlock, first, begin, position);
     }
+    fetch<Element>(a, next_slots, coming, 3, group);
     for (int r = skipped, count; r < live; r += count) {
       count = by_rows(live - r, [&](auto width) {
         add_values<T, width()>(scratch.output + r * padded, padded, factors + r, weights + r * kBlock, values, from, to);
