@@ -70,7 +70,7 @@ def compare(
         for name, url in targets.items():
             command += ["--target", f"{name}={url}"]
         command += ["--concurrency", str(streams), "--rounds", str(options.rounds)]
-        command += ["--requests", str(max(4, 3 * streams) * options.rounds), "--warmup", "1"]
+        command += ["--requests", str(max(8, 3 * streams) * options.rounds), "--warmup", "1"]
         command += ["--max-tokens", str(options.max_tokens), "--isolate-cache", "--output", output]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         results = json.loads((Path(output) / "results.json").read_text("utf-8"))

@@ -3,8 +3,9 @@
     python -m benchmarks.phases [--model SOURCE] [--dtype bfloat16] [--sequences 1,16,64]
 
 Runs the real engine in this process, without HTTP, on greedy requests with random prompts that
-all decode at once, with speculation off and with `auto`. Shares are sums over steps that only
-decode; the *rest* is committing, statistics, events and the planner's learning.
+all decode at once, with speculation off and with `auto`, after an unmeasured run of the same.
+Shares are sums over steps that only decode; the *rest* is committing, statistics, events and the
+planner's learning.
 """
 
 from __future__ import annotations
@@ -87,6 +88,7 @@ def main() -> None:
     print("|---" * (5 + len(PHASES)) + "|")
     for sequences in map(int, options.sequences.split(",")):
         for speculate in (False, True):
+            decode(engine, sequences, speculate, options.tokens)
             shares = decode(engine, sequences, speculate, options.tokens)
             cells = [f"{getattr(shares, phase) / shares.seconds:.1%}" for phase in PHASES]
             mode = "auto" if speculate else "off"

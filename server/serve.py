@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import faulthandler
+import gc
 import logging
 import os
 import signal
@@ -196,6 +197,10 @@ class _Service:
         while (status := self._context.status()) == "loading":
             await asyncio.sleep(_POLL_SECONDS)
         if status == "ready":
+            # What has been loaded stays: the collector need not walk through it again and again,
+            # with every stream waiting.
+            gc.collect()
+            gc.freeze()
             self._console.say(banner(self._context, self._url(), self._settings))
         while (status := self._context.status()) not in ("dead", "stuck"):
             await asyncio.sleep(_POLL_SECONDS)

@@ -10,7 +10,7 @@ ESTABLISHED = 8
 
 #: Weight of a new sample in a cell: less than in the common terms, which take the first share
 #: of every change, since most changes (another process, a clock that drops) concern all sizes.
-CELL_GAIN = 0.05
+CELL_GAIN = 0.02
 
 #: Tables are made anew once their cells have moved by this much.
 STALE = 0.01

@@ -18,7 +18,7 @@ _WORTH_STARTING = 0.02
 
 #: Estimates, and decisions on the same sequences, are kept for so many steps: they move slowly,
 #: and deciding costs time. Two surprises end that early.
-_KEPT_STEPS = 6
+_KEPT_STEPS = 5
 _SURPRISES = 2
 
 #: Outcomes of drafts before which every step is decided anew.

@@ -63,8 +63,8 @@ class NonNegativeLinear:
 
     Learns multiplicatively: an error is taken back by the terms in proportion to their share,
     so that a term that was not involved does not move and none changes sign. Unlike least
-    squares with forgetting it cannot run away while the features stand still. An error counts
-    for at most three times the usual error.
+    squares with forgetting it cannot run away while the features stand still. A single
+    measurement that strays far is passed over.
 
     Args:
         weights: initial values, above 0.
@@ -72,7 +72,7 @@ class NonNegativeLinear:
         gain: share of a relative error that one sample corrects.
     """
 
-    __slots__ = ("_floors", "_gain", "_usual", "count", "weights")
+    __slots__ = ("_floors", "_gain", "_strays", "_usual", "count", "weights")
 
     def __init__(self, weights: Sequence[float], known: bool = False, gain: float = 0.2) -> None:
         self.weights = list(weights)
@@ -80,6 +80,7 @@ class NonNegativeLinear:
         self._floors = [weight * _FLOOR for weight in weights]
         self._gain = gain
         self._usual = 0.3  # size of an error, as a logarithm
+        self._strays = 0  # measurements in a row that stray
 
     def predict(self, features: Sequence[float]) -> float:
         """Seconds for these features."""
@@ -87,19 +88,34 @@ class NonNegativeLinear:
 
     def update(self, features: Sequence[float], seconds: float) -> None:
         """Learns from one measurement."""
+        error = self.error(features, seconds)
+        if error is not None:
+            self.learn(features, error)
+
+    def error(self, features: Sequence[float], seconds: float) -> float | None:
+        """Logarithm of measured over predicted, to be learnt from; None = from this measurement
+        nothing should be learnt, since it strays more than three times as far as usual. The third
+        of such in a row is no accident, and counts as that far."""
         predicted = self.predict(features)
         if predicted <= 0.0:
-            return
+            return None
+        error, bound = math.log(max(seconds / predicted, 1e-6)), 3.0 * self._usual
+        if self.count < 3:
+            return error
+        self._strays = self._strays + 1 if abs(error) > bound else 0
+        if 0 < self._strays < 3:
+            return None
+        return min(max(error, -bound), bound)
+
+    def learn(self, features: Sequence[float], error: float) -> None:
+        """Takes an error back: see `error`."""
         self.count += 1
-        ratio = max(seconds / predicted, 1e-6)
         if self.count <= 3:
             # A first call takes too long, never too short.
-            self._move([ratio if self.count == 1 else min(ratio, 1.0)] * len(self.weights))
+            self._move([math.exp(error if self.count == 1 else min(error, 0.0))] * len(features))
             return
-        error = math.log(ratio)
-        bound = 3.0 * self._usual
-        error = min(max(error, -bound), bound)
         self._usual += 0.25 * (max(abs(error), _SMALLEST_ERROR) - self._usual)
+        predicted = self.predict(features)
         shares = [w * f / predicted for w, f in zip(self.weights, features, strict=True)]
         step = self._gain * error / sum(share * share for share in shares)
         self._move([math.exp(min(max(step * share, -0.7), 0.7)) for share in shares])

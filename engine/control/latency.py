@@ -13,6 +13,7 @@ ratio from the nearest that were. The finished table never falls.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -20,7 +21,7 @@ import numpy as np
 from engine.control.calibration import ASSUMED, Calibration
 from engine.control.cells import CELL_GAIN, ESTABLISHED, STALE, cell_of, isotonic
 from engine.control.draft_time import DraftTime
-from engine.control.estimates import Level, NonNegativeLinear
+from engine.control.estimates import NonNegativeLinear
 from engine.control.means import Floats, Ints
 
 #: A cell may speak for its unvisited neighbours after this many samples.
@@ -49,6 +50,14 @@ class Load:
     attention: int
 
 
+@dataclass(slots=True)
+class _Cell:
+    """What passes of about one size take, over the curve."""
+
+    ratio: float
+    count: int = 0
+
+
 class PassTime:
     """Seconds of the target's pass.
 
@@ -62,7 +71,7 @@ class PassTime:
         self._curve = np.array([calibration.rows_seconds(n) for n in range(size)])
         self._cell_of_row = np.array([cell_of(n) for n in range(size)])
         self._last_row_of_cell = {int(cell): row for row, cell in enumerate(self._cell_of_row)}
-        self._cells: dict[int, Level] = {}
+        self._cells: dict[int, _Cell] = {}
         self._seen: dict[int, int] = {}  # by cell, the number of passes at its last sample
         self._passes = 0
         # Weights: the whole curve, then the three terms in proportion to counts.
@@ -101,23 +110,33 @@ class PassTime:
         return self._terms.weights[0] * float(self._table[rows]) + self._linear(load)
 
     def update(self, load: Load, seconds: float) -> None:
-        """Learns from one measured pass."""
+        """Learns from one measured pass.
+
+        The cell and the common terms follow the same error. If each followed an estimate of its
+        own, say a median here and a mean there, they would pull at each other forever: one would
+        grow and the other shrink, and cells that nobody visits would go astray.
+        """
         row = min(load.rows, len(self._curve) - 1)
         index = int(self._cell_of_row[row])
         cell = self._cells.get(index)
         if cell is None:
             # Costs nothing if it is never used again: there are about a hundred cells.
-            cell = self._cells[index] = Level(self._ratio_near(index), CELL_GAIN)
-        rest = self._linear(load)
-        if cell.count >= ESTABLISHED or self._terms.count < 3:
-            curve = float(self._curve[row]) * cell.value
-            self._terms.update((curve, load.sequences, load.context, load.attention), seconds)
+            cell = self._cells[index] = _Cell(self._ratio_near(index))
+        terms, curve = self._terms, float(self._curve[row]) * cell.ratio
+        features = (curve, load.sequences, load.context, load.attention)
         self._passes += 1
         self._seen[index] = self._passes
-        scale = self._terms.weights[0] * float(self._curve[row])
-        before = cell.value
-        cell.add(max((seconds - rest) / scale, 0.05))
-        self._stale += abs(cell.value / before - 1.0) + (cell.count == _HEARD)
+        error = terms.error(features, seconds)
+        if error is None:
+            return
+        scaled = terms.count >= 3  # before that the common terms take it all
+        share = terms.weights[0] * curve / terms.predict(features)
+        if cell.count >= ESTABLISHED or not scaled:
+            terms.learn(features, error)
+        cell.count += 1
+        moved = max(CELL_GAIN, 1.0 / (cell.count + 1)) * share * error if scaled else 0.0
+        cell.ratio *= math.exp(moved)
+        self._stale += abs(moved) + (cell.count == _HEARD)
 
     def _linear(self, load: Load) -> float:
         _, sequence, context, pair = self._terms.weights
@@ -125,7 +144,7 @@ class PassTime:
 
     def _ratio_near(self, index: int) -> float:
         heard = [i for i, cell in self._cells.items() if cell.count >= _HEARD]
-        return self._cells[min(heard, key=lambda i: abs(i - index))].value if heard else 1.0
+        return self._cells[min(heard, key=lambda i: abs(i - index))].ratio if heard else 1.0
 
     def _rebuild(self) -> None:
         heard = sorted(i for i, cell in self._cells.items() if cell.count >= _HEARD)
@@ -133,7 +152,7 @@ class PassTime:
         if not heard:
             return
         edges = self._curve[[self._last_row_of_cell[i] for i in heard]]
-        values = (edges * [self._cells[i].value for i in heard]).tolist()
+        values = (edges * [self._cells[i].ratio for i in heard]).tolist()
         ages = [self._passes - self._seen[i] for i in heard]
         weights = [
             min(self._cells[i].count, 32) * 0.5 ** min(age / _FADING, 20.0)

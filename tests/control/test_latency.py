@@ -19,6 +19,7 @@ def load(rows: int, context: int = 0, sequences: int = 1) -> Load:
     return Load(batch=sequences, sequences=sequences, rows=rows, context=context, attention=0)
 
 
+KNOWN = Calibration(((1, 0.01), (8, 0.0135), (64, 0.05)), 1e-5, 1e-7, 1e-8)
 FLAT = Calibration(((1, 0.01), (512, 0.01)), 0.0, 0.0, 0.0)
 
 
@@ -152,3 +153,33 @@ def test_the_description_is_plain_data() -> None:
     described = costs.describe()
     assert set(described["pass_ms_by_tokens"]) >= {1, 8, 256}  # type: ignore[call-overload]
     assert all(math.isfinite(v) for v in described["pass_ms_by_tokens"].values())  # type: ignore[attr-defined]
+
+
+def test_a_skewed_noise_makes_nothing_drift() -> None:
+    """On a shared machine times err upwards only. Ten thousand plain steps must not blow up what
+    was learnt of the few with drafts."""
+    model, pick = PassTime(KNOWN, 64), random.Random(0)
+    plain, drafted = Load(1, 1, 1, 100, 100), Load(1, 1, 7, 100, 700)
+    for step in range(12_000):
+        load = drafted if step % 50 == 0 and step < 2_000 else plain
+        truth = 0.010 if load is plain else 0.013
+        model.update(load, truth * (1.0 + pick.expovariate(4.0)))
+    assert model.seconds(plain) == pytest.approx(0.0125, rel=0.1)
+    assert model.seconds(drafted) / model.seconds(plain) == pytest.approx(1.3, rel=0.1)
+
+
+def test_a_machine_that_slows_down_and_recovers_is_followed() -> None:
+    """Nobody drafts meanwhile: the costs of drafts are scaled with those of plain steps."""
+    model, pick = PassTime(KNOWN, 64), random.Random(1)
+    plain, drafted = Load(1, 1, 1, 100, 100), Load(1, 1, 7, 100, 700)
+
+    def run(steps: int, slow: float, share: float) -> None:
+        for _ in range(steps):
+            load = drafted if pick.random() < share else plain
+            truth = 0.010 if load is plain else 0.013
+            model.update(load, slow * truth * (1.0 + pick.expovariate(10.0)))
+
+    run(1_000, 1.0, 0.2)
+    for slow in (1.6, 1.0, 1.8, 0.9, 1.0) * 4:
+        run(400, slow, 0.0)
+        assert model.seconds(drafted) / model.seconds(plain) == pytest.approx(1.3, rel=0.12)
