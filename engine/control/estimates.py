@@ -63,24 +63,27 @@ class NonNegativeLinear:
 
     Learns multiplicatively: an error is taken back by the terms in proportion to their share,
     so that a term that was not involved does not move and none changes sign. Unlike least
-    squares with forgetting it cannot run away while the features stand still. A single
-    measurement that strays far is passed over.
+    squares with forgetting it cannot run away while the features stand still. An error counts
+    for at most three times the usual error.
 
     Args:
         weights: initial values, above 0.
         known: whether they were measured; else the first three samples set the scale.
         gain: share of a relative error that one sample corrects.
+
+    Attributes:
+        count: samples learnt from.
+        usual: size of an error, as a logarithm.
     """
 
-    __slots__ = ("_floors", "_gain", "_strays", "_usual", "count", "weights")
+    __slots__ = ("_floors", "_gain", "count", "usual", "weights")
 
     def __init__(self, weights: Sequence[float], known: bool = False, gain: float = 0.2) -> None:
         self.weights = list(weights)
         self.count = 3 if known else 0
         self._floors = [weight * _FLOOR for weight in weights]
         self._gain = gain
-        self._usual = 0.3  # size of an error, as a logarithm
-        self._strays = 0  # measurements in a row that stray
+        self.usual = 0.3
 
     def predict(self, features: Sequence[float]) -> float:
         """Seconds for these features."""
@@ -88,33 +91,22 @@ class NonNegativeLinear:
 
     def update(self, features: Sequence[float], seconds: float) -> None:
         """Learns from one measurement."""
-        error = self.error(features, seconds)
-        if error is not None:
-            self.learn(features, error)
+        if self.predict(features) > 0.0:
+            error, bound = self.error(features, seconds), 3.0 * self.usual
+            self.learn(features, error if self.count < 3 else min(max(error, -bound), bound))
 
-    def error(self, features: Sequence[float], seconds: float) -> float | None:
-        """Logarithm of measured over predicted, to be learnt from; None = from this measurement
-        nothing should be learnt, since it strays more than three times as far as usual. The third
-        of such in a row is no accident, and counts as that far."""
-        predicted = self.predict(features)
-        if predicted <= 0.0:
-            return None
-        error, bound = math.log(max(seconds / predicted, 1e-6)), 3.0 * self._usual
-        if self.count < 3:
-            return error
-        self._strays = self._strays + 1 if abs(error) > bound else 0
-        if 0 < self._strays < 3:
-            return None
-        return min(max(error, -bound), bound)
+    def error(self, features: Sequence[float], seconds: float) -> float:
+        """Logarithm of measured over predicted, which must be above 0."""
+        return math.log(max(seconds / self.predict(features), 1e-6))
 
     def learn(self, features: Sequence[float], error: float) -> None:
-        """Takes an error back: see `error`."""
+        """Takes a share of an error back: see `error`."""
         self.count += 1
         if self.count <= 3:
             # A first call takes too long, never too short.
             self._move([math.exp(error if self.count == 1 else min(error, 0.0))] * len(features))
             return
-        self._usual += 0.25 * (max(abs(error), _SMALLEST_ERROR) - self._usual)
+        self.usual += 0.25 * (max(abs(error), _SMALLEST_ERROR) - self.usual)
         predicted = self.predict(features)
         shares = [w * f / predicted for w, f in zip(self.weights, features, strict=True)]
         step = self._gain * error / sum(share * share for share in shares)

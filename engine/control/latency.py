@@ -27,6 +27,11 @@ from engine.control.means import Floats, Ints
 #: A cell may speak for its unvisited neighbours after this many samples.
 _HEARD = 3
 
+#: A time further off than three usual errors, or than this in a cell that is little known, is
+#: passed over; so many in a row are no accident.
+_UNKNOWN = 0.9
+_NO_ACCIDENT = 3
+
 #: Passes after which a cell counts half against its neighbours.
 _FADING = 64
 
@@ -56,6 +61,7 @@ class _Cell:
 
     ratio: float
     count: int = 0
+    strays: int = 0  # times in a row that were far off
 
 
 class PassTime:
@@ -126,11 +132,16 @@ class PassTime:
         features = (curve, load.sequences, load.context, load.attention)
         self._passes += 1
         self._seen[index] = self._passes
-        error = terms.error(features, seconds)
-        if error is None:
-            return
-        scaled = terms.count >= 3  # before that the common terms take it all
+        error, bound = terms.error(features, seconds), 3.0 * terms.usual
         share = terms.weights[0] * curve / terms.predict(features)
+        scaled = terms.count >= 3  # before that the common terms take it all
+        if scaled:
+            if cell.count < ESTABLISHED:
+                bound = max(bound, _UNKNOWN)
+            cell.strays = cell.strays + 1 if abs(error) > bound else 0
+            if 0 < cell.strays < _NO_ACCIDENT:
+                return
+            error = min(max(error, -bound), bound)
         if cell.count >= ESTABLISHED or not scaled:
             terms.learn(features, error)
         cell.count += 1

@@ -173,8 +173,7 @@ inline void find_slots(int64_t* slots, const int32_t* pages, int page_size, int 
 // Always inlined, or the compiler takes a function without effects for one without purpose.
 template <class Element>
 __attribute__((always_inline)) inline void fetch(const Attention& a, const int64_t* slots, int count, int quarter, int group) {
-  const int end = (quarter + 1) * kBlock / 4 < count ? (quarter + 1) * kBlock / 4 : count;
-  for (int j = quarter * kBlock / 4; j < end; ++j) {
+  for (int j = quarter * kBlock / 4; j < (quarter + 1) * kBlock / 4 && j < count; ++j) {
     const int64_t at = (slots[j] * a.groups + group) * a.head_size;
     for (int d = 0; d < a.head_size; d += 64 / int(sizeof(Element))) {
       __builtin_prefetch(static_cast<const Element*>(a.key_cache) + at + d, 0, 2);
@@ -229,9 +228,8 @@ void attend_tile(const Attention& a, Scratch<T>& scratch, const Tile& tile, int 
     const int from = first < first_seen ? first_seen - first : 0, to = last_of(first) - first;
     const Element *keys[kBlock], *values[kBlock];
     for (int j = from; j <= to; ++j) {
-      const int64_t at = (slots[j] * a.groups + group) * size;
-      keys[j] = static_cast<const Element*>(a.key_cache) + at;
-      values[j] = static_cast<const Element*>(a.value_cache) + at;
+      keys[j] = static_cast<const Element*>(a.key_cache) + (slots[j] * a.groups + group) * size;
+      values[j] = static_cast<const Element*>(a.value_cache) + (slots[j] * a.groups + group) * size;
       if (padded != size) {
         keys[j] = (Element*)std::memcpy(scratch.keys + j * padded, keys[j], sizeof(Element) * size);
         values[j] = (Element*)std::memcpy(scratch.values + j * padded, values[j], sizeof(Element) * size);
