@@ -1,7 +1,7 @@
 """Draws speed-ups by number of streams from runs of the load generator.
 
-    python -m loadtest run --target off=URL --target auto=URL ... --concurrency 4 --output DIR/4
-    python tools/plot_lengths.py DIR/*/results.json --output docs/lengths.png
+python -m loadtest run --target off=URL --target auto=URL ... --concurrency 4 --output DIR/4
+python tools/plot_lengths.py DIR/*/results.json --output docs/lengths.png
 """
 
 from __future__ import annotations
