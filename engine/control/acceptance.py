@@ -43,7 +43,7 @@ _KEPT = 0.1
 _KEPT_LEVEL = 0.3
 
 #: Steps that are noted before they are worked in, at the latest.
-_MOST_NOTED = 16
+_MOST_NOTED = 64
 
 
 class AcceptanceModel:
@@ -57,13 +57,14 @@ class AcceptanceModel:
 
     Attributes:
         outcomes: drafts learnt from.
-        surprises: drafts since the last `settle` whose first token fared unlike its estimate.
+        news: of these, since the last `settle`.
+        surprises: of the news, those whose first token fared unlike its estimate.
     """
 
     def __init__(self, depth: int) -> None:
         self.depth = max(1, depth)
         self._depths = np.arange(self.depth)
-        self.outcomes = self.surprises = 0
+        self.outcomes = self.news = self.surprises = 0
         self._noted: list[Outcomes] = []
         self._slots: dict[Sequence, dict[str, int]] = {}
         self._free: list[int] = []
@@ -104,7 +105,9 @@ class AcceptanceModel:
     def note(self, outcomes: Outcomes) -> None:
         """Takes what became of a step's drafts."""
         self._noted.append(outcomes)
-        self.outcomes += sum(map(bool, outcomes.allowed))
+        drafts = sum(map(bool, outcomes.allowed))
+        self.outcomes += drafts
+        self.news += drafts
         self.surprises += outcomes.surprises
         if len(self._noted) >= _MOST_NOTED:
             self.settle()
@@ -169,7 +172,7 @@ class AcceptanceModel:
             self._means.refresh()
         self._free.extend(self._leaving)
         self._leaving.clear()
-        self.surprises = 0
+        self.news = self.surprises = 0
         if noted:
             in_use = [slot for own in self._slots.values() for slot in own.values()]
             self._work_out(np.array(in_use, dtype=np.int64))

@@ -26,10 +26,13 @@ from engine.scheduler import StepPlan
 from engine.sequence import Sequence, Status
 from engine.types import StepStats
 
-#: After the first steps, costs are learnt from plain steps and from every third other one:
-#: learning costs time, too.
+#: After the first steps, costs are learnt from every third step with drafts, and of plain steps
+#: in a row from the first and every eighth: learning costs time, too. Where nobody ever drafts
+#: they are for people only.
 _LEARN_ALL = 200
-_LEARN_EACH = 3
+_LEARN_DRAFTS = 3
+_LEARN_PLAIN = 8
+_LEARN_OFF = 32
 
 
 class Mode(Enum):
@@ -91,6 +94,7 @@ class AdaptivePlanner:
         self.typical_context = 0  # cached tokens of a decoding sequence, in the last step
         self._pending: PendingStep | None = None
         self._aside = 0.0  # seconds spent in `observe`, to be charged to the next step
+        self._plain_steps = 0  # in a row
 
     # -- before the step -----------------------------------------------------------------
 
@@ -180,35 +184,56 @@ class AdaptivePlanner:
         if step is None or step.plan is not plan:
             return Gain()
         drafted = [verdict.drafted for verdict in verdicts]
+        plain = not any(drafted)
+        learns = self._learns(plain)
+        self._plain_steps = self._plain_steps + 1 if plain else 0
         # Costs first: the baseline is measured against their scale, which the first steps set.
-        if self.steps <= _LEARN_ALL or self.steps % _LEARN_EACH == 0 or not any(drafted):
+        if learns:
             self._learn_costs(step, drafted, stats)
-        gain = self._measure(step, sum(drafted), stats)
+        gain = self._measure_plain(step, stats, learns) if plain else self._measure(step, stats)
         self._learn_acceptance(step, verdicts)
         self._count(step, verdicts)
         self._aside = self.options.clock() - began
         return gain
 
-    def _measure(self, step: PendingStep, drafted: int, stats: StepStats) -> Gain:
-        """Speed-up, guard and account of one step."""
+    def _learns(self, plain: bool) -> bool:
+        """Whether costs are learnt from this step."""
+        if self.steps <= _LEARN_ALL:
+            return True
+        if self.options.mode is Mode.OFF:
+            return self.steps % _LEARN_OFF == 0
+        return self._plain_steps % _LEARN_PLAIN == 0 if plain else self.steps % _LEARN_DRAFTS == 0
+
+    def _measure_plain(self, step: PendingStep, stats: StepStats, learns: bool) -> Gain:
+        """Speed-up and account of a step without drafts."""
         aside, self._aside = self._aside, 0.0
-        seconds, batch = stats.seconds + aside, step.decode.batch
-        if batch == 0 or seconds <= 0.0:
+        if step.decode.batch == 0 or stats.seconds <= 0.0:
             return Gain()
-        self.typical_context = step.decode.context // batch
-        if drafted:
-            gain = self.meter.speculative(step.decode, step.whole, stats.emitted_tokens, seconds)
-        else:
-            spent = min(aside + step.planning_seconds + stats.draft_seconds, seconds)
-            gain = self.meter.plain(seconds, spent)
-            if not step.has_prefill:
-                self.baseline.observe(step.decode, seconds - spent)
+        seconds = stats.seconds + aside
+        self.typical_context = step.decode.context // step.decode.batch
+        spent = min(aside + step.planning_seconds + stats.draft_seconds, seconds)
+        if learns and not step.has_prefill:
+            self.baseline.observe(step.decode, seconds - spent)
+        # Where nobody may draft, what planning takes is bookkeeping, and no price of drafts.
+        gain = self.meter.plain(seconds, 0.0 if self.options.mode is Mode.OFF else spent)
+        without = self.baseline.seconds(step.decode) if step.has_prefill else seconds - spent
+        self.explorer.account.pass_time(seconds, without)
+        self.guard.observe(step.decode.batch, None)
+        return gain
+
+    def _measure(self, step: PendingStep, stats: StepStats) -> Gain:
+        """Speed-up, guard and account of a step with drafts."""
+        seconds, batch = stats.seconds + self._aside, step.decode.batch
+        self._aside = 0.0
+        if seconds <= 0.0:
+            return Gain()
+        gain = self.meter.speculative(step.decode, step.whole, stats.emitted_tokens, seconds)
         plain = self.baseline.seconds(step.decode)
         self.explorer.account.pass_time(seconds, plain)
         # A step that was only a probe was expected to lose, and is paid for by the account.
-        planned = sum(step.lengths) > len(step.probed)
-        judged = drafted and planned and gain.basis is not Basis.UNKNOWN
+        judged = sum(step.lengths) > len(step.probed) and gain.basis is not Basis.UNKNOWN
         self.guard.observe(batch, (seconds - gain.equal_seconds) / plain if judged else None)
+        self.typical_context = step.decode.context // batch
         return gain
 
     def _learn_costs(self, step: PendingStep, drafted: list[int], stats: StepStats) -> None:

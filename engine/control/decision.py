@@ -16,12 +16,15 @@ from engine.control.step import Line, PendingStep
 #: Expected gain at which speculation is taken up; it is kept while there is any.
 _WORTH_STARTING = 0.02
 
-#: Estimates, and decisions on the same sequences, are kept for so many steps: they move slowly,
-#: and deciding costs time. Two surprises end that early.
-_KEPT_STEPS = 5
+#: Estimates, and decisions on the same sequences, are kept until so many drafts have told their
+#: outcome: they move slowly, and deciding costs time. What ends that as well: so many steps, or
+#: so many in which nobody was to draft, or two surprises of every sequence.
+_NEWS = 16
+_KEPT_STEPS = 12
+_QUIET_STEPS = 40
 _SURPRISES = 2
 
-#: Outcomes of drafts before which every step is decided anew.
+#: Outcomes of drafts before which any outcome is news enough.
 _SETTLED = 32
 
 #: Catching up pays for as many further steps of the same drafter, or for those that are left.
@@ -93,7 +96,8 @@ class Decider:
         self._acceptance = acceptance
         self._costs = costs
         self._kept: dict[tuple[int, ...], Decision] = {}  # by buckets
-        self._until = 0  # the step from which nothing that was kept counts
+        self._since = -_QUIET_STEPS  # the step before which nothing counts
+        self._quiet = True  # whether nobody was to draft since
         self._like: dict[int, Allocation] = {}  # by number of sequences, the first of those kept
         self._speculating: set[int] = set()  # octaves of batch size
 
@@ -104,12 +108,11 @@ class Decider:
             step: its load, and lines with limits of at least 1.
             number: of the step.
         """
-        model = self._acceptance
-        if number >= self._until or model.surprises >= _SURPRISES * len(step.rows):
-            model.settle()
+        if self._is_out_of_date(number, len(step.rows)):
+            self._acceptance.settle()
             self._kept.clear()
             self._like.clear()
-            self._until = number + (_KEPT_STEPS if model.outcomes >= _SETTLED else 1)
+            self._since, self._quiet = number, True
         key = tuple([line.bucket for line in step.lines])
         old = None if step.has_prefill else self._kept.get(key)
         if old is not None and old.applies_to(step.lines):
@@ -154,6 +157,14 @@ class Decider:
         load = Load(batch, batch, batch, batch * context, batch * context)
         return allocate(rows, load, load, self._costs)
 
+    def _is_out_of_date(self, number: int, sequences: int) -> bool:
+        """Whether what was kept no longer counts in a step."""
+        model = self._acceptance
+        enough = _NEWS if model.outcomes >= _SETTLED else 1
+        surprised = model.surprises >= _SURPRISES * sequences
+        longest = _QUIET_STEPS if self._quiet else _KEPT_STEPS
+        return model.news >= enough or surprised or number - self._since >= longest
+
     def _make(self, step: PendingStep) -> Decision:
         lines = step.lines
         slots = [self._acceptance.slot(line.sequence, line.drafter) for line in lines]
@@ -171,6 +182,7 @@ class Decider:
         best = allocate(rows, step.decode, step.whole, self._costs, like)
         self._like.setdefault(len(step.rows), best)
         worth = self._worth_it(step.decode.batch, best)
+        self._quiet &= not worth
         lengths = best.lengths if worth else np.zeros_like(best.lengths)
         return Decision(
             lines=lines,

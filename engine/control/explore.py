@@ -25,8 +25,10 @@ _FULL = 8.0
 #: A probe is charged at least this share of the time it takes.
 _LEAST_LOSS = 0.25
 
-#: Steps between probes of one sequence that did not succeed.
+#: Steps between probes of one sequence that did not succeed. They double with every probe of
+#: anybody that fails; at the longest pause new sequences wait as well.
 _PAUSE = 8
+_LONGEST_PAUSE = 32
 _PAUSE_DRAFTING = 40  # where a shorter draft is being checked anyway
 
 #: Who has not just succeeded is looked at every so many steps.
@@ -40,11 +42,16 @@ _OLD = 64  # steps since the last plain one
 
 
 class Account:
-    """Seconds that exploring may still lose."""
+    """Seconds that exploring may lose.
+
+    Attributes:
+        credit: that it still may.
+        most: that can be saved up.
+        spent: counter.
+    """
 
     def __init__(self) -> None:
-        self.credit = 0.0
-        self.spent = 0.0
+        self.credit = self.spent = self.most = 0.0
         self._open = False
 
     def pass_time(self, seconds: float, plain_seconds: float) -> None:
@@ -52,7 +59,8 @@ class Account:
         if not self._open:
             self._open = True
             self.credit = _OPENING * plain_seconds
-        self.credit = min(self.credit + _SHARE * seconds, _FULL * plain_seconds)
+        self.most = _FULL * plain_seconds
+        self.credit = min(self.credit + _SHARE * seconds, self.most)
 
     def take(self, loss: float) -> bool:
         """Pays for a predicted loss in seconds, not negative, if there is enough."""
@@ -74,6 +82,8 @@ class Explorer:
         self.account = Account()
         self._lottery = random.Random(seed)
         self._due: dict[Sequence, int] = {}  # the step from which a probe is welcome
+        self._pause = _PAUSE
+        self._saving_for = 0.0  # the loss that the account could not pay last
         self._eager: set[Sequence] = set()  # whose last probe succeeded
 
     def shadow(self, samples: int, age: int, loss: float | None) -> bool:
@@ -95,10 +105,13 @@ class Explorer:
 
     def any_due(self, step: int, sequences: Seq[Sequence]) -> bool:
         """Whether `probes` could choose anyone. Who has just succeeded is asked at once, the
-        others every few steps, since pricing takes time."""
-        if step % _ROUND and not self._eager:
+        others every few steps, and nobody before there is credit: pricing takes time."""
+        if (step % _ROUND and not self._eager) or self.account.credit < self._saving_for:
             return False
         due = self._due
+        if self._pause == _LONGEST_PAUSE:
+            for sequence in sequences:
+                due.setdefault(sequence, step + _LONGEST_PAUSE)
         return any(due.get(sequence, 0) <= step for sequence in sequences)
 
     def probes(
@@ -119,21 +132,31 @@ class Explorer:
         ]
         due.sort(key=lambda i: self._due.get(sequences[i], 0))
         chosen: list[int] = []
+        self._saving_for = 0.0
         for i in due:
             if len(chosen) > len(sequences) // 8:
                 break
             # A prediction of no loss at all may be what is wrong.
-            if not self.account.take(max(-margins.gain[i], _LEAST_LOSS * margins.price[i])):
+            loss = max(-margins.gain[i], _LEAST_LOSS * margins.price[i])
+            if loss > self.account.most:  # a long text to catch up with must not block the rest
+                continue
+            if not self.account.take(loss):
+                self._saving_for = loss
                 break
-            self._eager.discard(sequences[i])
-            pause = _PAUSE_DRAFTING if lengths[i] else _PAUSE
-            self._due[sequences[i]] = step + pause
+            self._wait(sequences[i], step, drafting=lengths[i] > 0)
             chosen.append(i)
         return chosen
+
+    def _wait(self, sequence: Sequence, step: int, drafting: bool) -> None:
+        """Until a sequence is probed again, should the probe of this step fail."""
+        self._eager.discard(sequence)
+        self._due[sequence] = step + (_PAUSE_DRAFTING if drafting else self._pause)
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
 
     def succeeded(self, sequence: Sequence, step: int) -> None:
         """A probe was accepted: the next one need not wait."""
         self._due[sequence] = step + 1
+        self._pause = _PAUSE
         self._eager.add(sequence)
 
     def release(self, sequence: Sequence) -> None:
