@@ -80,18 +80,17 @@ class Judge:
             logits: [R, V], the rows of all sequences in order, `num_logit_rows` of each.
         """
         counts = list(map(num_logit_rows, plan.scheduled, proposal.tokens))
-        rows = list(torch.split(logits, counts))
-        chosen: list[list[int]] = [[] for _ in rows]
-        drafts: list[list[int] | None] = [None for _ in rows]  # to be matched
+        ends = list(accumulate(counts))
+        chosen: list[list[int]] = [[] for _ in counts]
+        drafts: list[list[int] | None] = [None for _ in counts]  # to be matched
         for i, scheduled in enumerate(plan.scheduled):
             if scheduled.samples:
                 weights = proposal.probabilities[i] if proposal.probabilities else None
                 if weights is None or scheduled.sequence.verification == "match":
                     drafts[i] = proposal.tokens[i]
                 else:
-                    draft = proposal.tokens[i]
-                    chosen[i] = self._weigh(scheduled.sequence, draft, weights, rows[i])
-        ends = list(accumulate(counts))
+                    draft, rows = proposal.tokens[i], logits[ends[i] - counts[i] : ends[i]]
+                    chosen[i] = self._weigh(scheduled.sequence, draft, weights, rows)
         selector = Selector(logits, self.vocab_size)
         self._match(plan, drafts, selector, ends, chosen)
         sound = selector.sound()
@@ -100,10 +99,10 @@ class Judge:
             # Rows behind a refused draft token would not be there without drafts: they decide
             # nothing.
             unused = 1 + len(proposal.tokens[i]) - len(chosen[i]) if scheduled.samples else 0
-            if all(sound[ends[i] - counts[i] : ends[i] - unused]):
-                judgements.append(
-                    self._judge_one(scheduled, proposal.tokens[i], chosen[i], rows[i])
-                )
+            first = ends[i] - counts[i]
+            if all(sound[first : ends[i] - unused]):
+                draft = proposal.tokens[i]
+                judgements.append(self._judge_one(scheduled, draft, chosen[i], logits, first))
             else:
                 judgements.append(Judgement(NOTHING.verdict, corrupted=True))
         return judgements
@@ -163,7 +162,9 @@ class Judge:
         draft: list[int],
         target_tokens: list[int],
         logits: torch.Tensor,
+        first: int,
     ) -> Judgement:
+        """One sequence's judgement; its rows of the step's logits begin at `first`."""
         sequence, params = scheduled.sequence, scheduled.sequence.request.sampling
         verdict, logprobs = NOTHING.verdict, None
         if scheduled.samples:
@@ -171,12 +172,13 @@ class Judge:
             emitted = self._cut(sequence, target_tokens)
             verdict = Verdict(emitted, len(draft), min(accepted, len(emitted)))
             if params.logprobs is not None:
-                own = logits[-1 - len(draft) :][: len(emitted)]
+                last = first + num_logit_rows(scheduled, draft)
+                own = logits[last - 1 - len(draft) : last][: len(emitted)]
                 logprobs = tuple(token_logprobs(own, emitted, params.logprobs, self.vocab_size))
-        return Judgement(verdict, logprobs, self._prompt_logprobs(scheduled, logits))
+        return Judgement(verdict, logprobs, self._prompt_logprobs(scheduled, logits, first))
 
     def _prompt_logprobs(
-        self, scheduled: ScheduledSequence, logits: torch.Tensor
+        self, scheduled: ScheduledSequence, logits: torch.Tensor, first: int
     ) -> tuple[TokenLogprobs, ...]:
         predicted = predicted_prompt_tokens(scheduled)
         if not predicted:
@@ -186,7 +188,9 @@ class Judge:
         assert top is not None
         start = sequence.table.num_cached[0] + 1
         tokens = sequence.request.prompt[start : start + predicted]
-        return tuple(token_logprobs(logits[:predicted], tokens, top, self.vocab_size))
+        return tuple(
+            token_logprobs(logits[first : first + predicted], tokens, top, self.vocab_size)
+        )
 
     def _cut(self, sequence: Sequence, tokens: list[int]) -> list[int]:
         """Emitted tokens up to the first that ends the sequence."""

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from functools import cached_property
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -15,9 +16,6 @@ from engine.sampling.rows import SamplingRow
 from engine.sampling.truncation import truncate
 
 __all__ = ["SamplingRow", "Selector", "peaks", "process_logits"]
-
-_FEW = 4  # rows, for which a single call is faster
-_BLOCK = 256  # of the widths tried, the fastest for 16 and more rows of 49,152 logits
 
 
 def process_logits(
@@ -79,8 +77,7 @@ class Selector:
 
     @cached_property
     def _peaks(self) -> tuple[list[float], list[int]]:
-        values, ids = peaks(self._logits)
-        return values.tolist(), ids.tolist()
+        return peaks(self._logits)
 
     def sound(self) -> list[bool]:
         """Which of the R rows hold neither NaN nor +inf, and are not -inf throughout."""
@@ -119,29 +116,22 @@ class Selector:
         return race_row(key, support, log_weights)
 
 
-def peaks(logits: Tensor) -> tuple[Tensor, Tensor]:
+def peaks(logits: Tensor) -> tuple[list[float], list[int]]:
     """The largest entry of every row and its id, the lowest of equal ones.
-
-    A maximum alone is several times faster to find than a maximum with its place, so the place is
-    searched in one block of each row only.
 
     Args:
         logits: [R, V].
 
     Returns:
-        [R] values, NaN where a row holds NaN, and int64 [R] ids.
+        R values, NaN where a row holds NaN, and R ids.
     """
-    if len(logits) < _FEW:
-        return torch.max(logits, -1)
-    size = logits.shape[1]
-    width = min(_BLOCK, size)
-    full = size - size % width
-    # The last block ends with the row; where it overlaps, the block before it wins.
-    blocks = logits[:, :full].reshape(-1, full // width, width).amax(-1)
-    values, block = torch.cat([blocks, logits[:, -width:].amax(-1, True)], 1).max(-1)
-    first = (block * width).clamp_(max=size - width)
-    inside = first[:, None] + torch.arange(width, device=logits.device)
-    return values, first + logits.gather(1, inside).argmax(-1)
+    if logits.is_cpu and logits.dtype is torch.float32:
+        # Vectorised, and several times as fast as torch.max on a row of 49,152.
+        table = logits.detach().numpy()
+        places = table.argmax(1)
+        return table[np.arange(len(table)), places].tolist(), places.tolist()
+    values, ids = torch.max(logits, -1)
+    return values.tolist(), ids.tolist()
 
 
 def _process_row(

@@ -285,14 +285,14 @@ void attend(const Attention& a, Scratch<T>& scratch, const Tile& tile, int group
   }
 }
 
-// Cuts every sequence's query tokens into tiles of at most kTileRows query rows.
+// Cuts every sequence's query tokens into nearly equal tiles of at most kTileRows query rows.
 inline std::vector<Tile> make_tiles(const Attention& a) {
   const int per_tile = kTileRows / (a.heads / a.groups);
   std::vector<Tile> tiles;
   for (int s = 0; s < a.sequences; ++s) {
-    const int queries = a.query_starts[s + 1] - a.query_starts[s];
-    for (int t = 0; t < queries; t += per_tile)
-      tiles.push_back({s, t, queries - t < per_tile ? queries - t : per_tile});
+    const int64_t queries = a.query_starts[s + 1] - a.query_starts[s], cuts = (queries + per_tile - 1) / per_tile;
+    for (int64_t c = 0, from = 0, to; c < cuts; ++c, from = to)
+      tiles.push_back({s, int(from), int((to = queries * (c + 1) / cuts) - from)});
   }
   return tiles;
 }

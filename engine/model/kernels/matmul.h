@@ -12,6 +12,10 @@ namespace {
 constexpr int kBlockOutputs = 2 * kLanes;
 constexpr int kMaxTile = 12;  // rows whose accumulators fit into the registers
 
+// A single tile of so many rows computes for so long that the processor does not look far enough
+// ahead by itself; it is told this many steps before. With fewer rows that only gets in the way.
+constexpr int kFetchingRows = 7, kFetchedSteps = 48;
+
 // Packed float32 weights of a block: [K][32].
 struct Weights32 {
   typedef float Element;
@@ -30,19 +34,19 @@ struct Weights16 {
   }
 };
 
-// kRows rows of X [.., stride] against one block of weights, fetching the next block if told to.
+// kRows rows of X [.., stride] against one block of weights; if told to, weights are fetched `ahead`
+// of their use.
 template <class W, int kRows, bool kFetch>
 inline void block_product(Vec (&out)[kRows][2], const typename W::Element* x, int64_t stride,
-                          const typename W::Element* w, int inputs) {
+                          const typename W::Element* w, int inputs, int64_t ahead) {
   constexpr int step = W::kInputsPerStep;
   Vec sums[kRows][2];  // local, so that the compiler may keep it in registers
 #pragma GCC unroll 16
   for (int r = 0; r < kRows; ++r) sums[r][0] = sums[r][1] = Vec{};
-  const int64_t block = int64_t(inputs) * kBlockOutputs;
   for (int k = 0; k < inputs; k += step, w += step * kBlockOutputs) {
     if constexpr (kFetch) {  // into the second-level cache: the first has no room for a block
-      __builtin_prefetch(w + block, 0, 2);
-      __builtin_prefetch(w + block + step * kLanes, 0, 2);
+      __builtin_prefetch(w + ahead, 0, 2);
+      __builtin_prefetch(w + ahead + step * kLanes, 0, 2);
     }
 #pragma GCC unroll 16
     for (int r = 0; r < kRows; ++r) {
@@ -60,12 +64,12 @@ inline void block_product(Vec (&out)[kRows][2], const typename W::Element* x, in
 // Calls finish(row, sums[2]) for rows [first, first + count) of one block; count <= kMaxTile.
 template <class W, bool kFetch, class Finish, int kRows = kMaxTile>
 inline void tile_product(int count, int first, const typename W::Element* x, int64_t stride,
-                         const typename W::Element* w, int inputs, const Finish& finish) {
+                         const typename W::Element* w, int inputs, int64_t ahead, const Finish& finish) {
   if constexpr (kRows > 0) {
     if (count < kRows)
-      return tile_product<W, kFetch, Finish, kRows - 1>(count, first, x, stride, w, inputs, finish);
+      return tile_product<W, kFetch, Finish, kRows - 1>(count, first, x, stride, w, inputs, ahead, finish);
     Vec sums[kRows][2];
-    block_product<W, kRows, kFetch>(sums, x + first * stride, stride, w, inputs);
+    block_product<W, kRows, kFetch>(sums, x + first * stride, stride, w, inputs, ahead);
     for (int r = 0; r < kRows; ++r) finish(first + r, sums[r]);
   }
 }
@@ -75,15 +79,17 @@ template <class W, class Finish>
 void multiply(const typename W::Element* x, int rows, int inputs, const typename W::Element* packed,
               int begin, int end, const Finish& finish) {
   const int tiles = (rows + kMaxTile - 1) / kMaxTile;
+  const int64_t block_size = int64_t(inputs) * kBlockOutputs;
+  // Where several tiles use a block, memory would rest after the first: the last fetches the next block.
+  const int64_t ahead = tiles > 1 ? block_size : kFetchedSteps * W::kInputsPerStep * kBlockOutputs;
   for (int block = begin; block < end; ++block) {
-    const auto* w = packed + int64_t(block) * inputs * kBlockOutputs;
+    const auto* w = packed + block * block_size;
     const auto put = [&](int row, const Vec* sums) { finish(row, block, sums); };
     for (int t = 0; t < tiles; ++t) {  // tiles of nearly equal height
       const int first = int(int64_t(rows) * t / tiles), last = int(int64_t(rows) * (t + 1) / tiles);
-      // A single tile streams its block from memory as fast as that can be; where several use a
-      // block, memory would rest meanwhile.
-      if (t > 0 && t == tiles - 1) tile_product<W, true>(last - first, first, x, inputs, w, inputs, put);
-      else tile_product<W, false>(last - first, first, x, inputs, w, inputs, put);
+      const bool fetches = tiles > 1 ? t == tiles - 1 : rows >= kFetchingRows;
+      if (fetches) tile_product<W, true>(last - first, first, x, inputs, w, inputs, ahead, put);
+      else tile_product<W, false>(last - first, first, x, inputs, w, inputs, ahead, put);
     }
   }
 }
