@@ -15,7 +15,8 @@ from engine.audit.online import AuditingEngine
 from engine.cache.pages import PRIVATE, TARGET, PagePool
 from engine.calibrate import load_calibration
 from engine.config import EngineConfig, ModelConfig
-from engine.control.adaptive import AdaptivePlanner, Mode, PlannerOptions
+from engine.control.adaptive import AdaptivePlanner
+from engine.control.options import Mode, PlannerOptions
 from engine.control.shield import ShieldedPlanner
 from engine.core import Engine, EngineParts
 from engine.draft.drafter import Advisor, Drafter

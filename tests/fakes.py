@@ -23,7 +23,8 @@ from engine.config import (
     SchedulerConfig,
     SpeculationConfig,
 )
-from engine.control.adaptive import AdaptivePlanner, PlannerOptions
+from engine.control.adaptive import AdaptivePlanner
+from engine.control.options import PlannerOptions
 from engine.control.planner import Planner
 from engine.control.shield import ShieldedPlanner
 from engine.core import Engine

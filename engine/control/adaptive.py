@@ -2,26 +2,24 @@
 
 from __future__ import annotations
 
-import time
 from collections import Counter
-from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field, replace
-from enum import Enum
+from dataclasses import replace
 
 from engine.control.acceptance import AcceptanceModel
 from engine.control.allocate import Margins
 from engine.control.baseline import Baseline, Basis
-from engine.control.calibration import Calibration
 from engine.control.decision import Decider, Decision
+from engine.control.effort import Effort
 from engine.control.explore import Explorer
 from engine.control.guard import Guard
 from engine.control.latency import CostModel
+from engine.control.options import Mode, PlannerOptions
 from engine.control.outcomes import Outcomes
 from engine.control.scoring import Scorer
 from engine.control.speedup import Gain, Meter
 from engine.control.step import OffReason, PendingStep, read_step
-from engine.draft.drafter import Advisor, NoAdvice, Verdict
+from engine.draft.drafter import Verdict
 from engine.scheduler import StepPlan
 from engine.sequence import Sequence, Status
 from engine.types import StepStats
@@ -33,37 +31,6 @@ _LEARN_ALL = 200
 _LEARN_DRAFTS = 3
 _LEARN_PLAIN = 8
 _LEARN_OFF = 32
-
-
-class Mode(Enum):
-    """Who decides how far to speculate."""
-
-    AUTO = "auto"  # the planner, from what it measured
-    OFF = "off"  # nobody ever drafts
-    FIXED = "fixed"  # always as many as there is room for
-
-
-@dataclass(frozen=True, slots=True)
-class PlannerOptions:
-    """How to plan.
-
-    Attributes:
-        depth: longest draft of any sequence.
-        most_rows: most query tokens of a pass.
-        mode: server-wide.
-        calibration: of this machine; None = learn from scratch.
-        advisor: what drafters know before they draft.
-        seed: of the lottery for shadow steps.
-        clock: monotonic seconds.
-    """
-
-    depth: int
-    most_rows: int = 4096
-    mode: Mode = Mode.AUTO
-    calibration: Calibration | None = None
-    advisor: Advisor = field(default_factory=NoAdvice)
-    seed: int = 0
-    clock: Callable[[], float] = time.perf_counter
 
 
 class AdaptivePlanner:
@@ -87,6 +54,7 @@ class AdaptivePlanner:
         self.meter = Meter(self.baseline)
         self.guard = Guard()
         self.explorer = Explorer(options.seed)
+        self.effort = Effort()
         self.scorer = Scorer(options.advisor)
         self.off_reasons: Counter[OffReason] = Counter()
         self.wasted_tokens = 0
@@ -101,17 +69,28 @@ class AdaptivePlanner:
     def choose(self, plan: StepPlan) -> list[int]:
         """See `Planner.choose`."""
         began = self.options.clock()
-        step = read_step(plan, self.options.mode is Mode.OFF, self.options.advisor)
-        self._pending = step
         self.steps += 1
+        step = read_step(plan, self._nobody(plan), self.options.advisor)
+        self._pending, saves = step, 0.0
         if step.rows:
             if self.options.mode is Mode.FIXED:
                 self._follow_orders(step)
             else:
-                self._optimise(step)
+                saves = self._optimise(step)
                 self.scorer.look(step)
         step.planning_seconds = self.options.clock() - began
+        if step.rows:
+            self.effort.note(step.decode.batch, step.planning_seconds, saves)
         return step.lengths
+
+    def _nobody(self, plan: StepPlan) -> OffReason | None:
+        """Why nobody may draft in a step, whatever there is to offer."""
+        if self.options.mode is Mode.OFF:
+            return OffReason.SERVER
+        if self.options.mode is Mode.FIXED:
+            return None
+        batch = sum(scheduled.samples for scheduled in plan.scheduled)
+        return OffReason.NOT_WORTH_IT if self.effort.rests(batch, self.steps) else None
 
     def release(self, sequence: Sequence) -> None:
         """See `Planner.release`."""
@@ -130,15 +109,17 @@ class AdaptivePlanner:
         if not self._is_shadow(step, None):
             step.assign(step.used, [step.lines[line].limit for line in step.used])
 
-    def _optimise(self, step: PendingStep) -> None:
+    def _optimise(self, step: PendingStep) -> float:
+        """Decides, and returns the seconds that this should save."""
         decision = self.decider.decide(step, self.steps)
         step.slots, step.expected = decision.slots, decision.expected
         if self.guard.closed(step.decode.batch):
             step.why_not = OffReason.GUARD
-            return
+            return 0.0
         used, lengths = decision.chosen(step.used)
-        if any(lengths) and self._is_shadow(step, decision.best.saved_seconds):
-            return
+        saves = decision.best.saved_seconds if any(lengths) else 0.0
+        if any(lengths) and self._is_shadow(step, saves):
+            return saves
         # Probes wait until it is known what plain steps cost, or there would be none.
         if self.baseline.known:
             for line in self._probes(step, decision, used):
@@ -147,6 +128,7 @@ class AdaptivePlanner:
                 lengths[row] = 1 + (lengths[row] if used[row] == line else 0)
                 used[row] = line
         step.assign(used, lengths)
+        return saves
 
     def _probes(self, step: PendingStep, decision: Decision, used: list[int]) -> list[int]:
         """Lines that get a draft token more than planned: of each sequence those in turn whose

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from engine.control.adaptive import AdaptivePlanner, Mode
+from engine.control.adaptive import AdaptivePlanner
+from engine.control.options import Mode
 from engine.control.planner import Planner
 from engine.control.report import measuring
 from engine.control.shield import ShieldedPlanner

@@ -31,9 +31,10 @@ class OffReason(Enum):
     SHADOW = "shadow"  # left out at random, to measure a plain step
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Line:
-    """A drafter that has something to offer to a sequence.
+    """A drafter that has something to offer to a sequence. Never changed; made so often that
+    the price of freezing it would show.
 
     Attributes:
         row: of the sequence, among those that may draft.
@@ -123,12 +124,12 @@ class PendingStep:
         )
 
 
-def read_step(plan: StepPlan, off: bool, advisor: Advisor) -> PendingStep:
+def read_step(plan: StepPlan, nobody: OffReason | None, advisor: Advisor) -> PendingStep:
     """Notes the load of a plan, and who may draft.
 
     Args:
         plan: the scheduler's.
-        off: whether nobody may.
+        nobody: why nobody may, or None.
         advisor: tells what the drafters have to offer.
     """
     reasons: dict[int, OffReason] = {}
@@ -146,7 +147,7 @@ def read_step(plan: StepPlan, off: bool, advisor: Advisor) -> PendingStep:
             continue
         batch += 1
         decode_read += context
-        reason = OffReason.SERVER if off else _refusal(scheduled)
+        reason = nobody if nobody is OffReason.SERVER else _refusal(scheduled) or nobody
         if reason is None:
             offered = _lines(scheduled, len(rows), advisor)
             if offered:

@@ -14,8 +14,9 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from engine.cache.pages import TARGET, PageTable
-from engine.control.adaptive import AdaptivePlanner, Mode, PlannerOptions
+from engine.control.adaptive import AdaptivePlanner
 from engine.control.calibration import Calibration, calibrate
+from engine.control.options import Mode, PlannerOptions
 from engine.control.planner import FixedPlanner, Planner
 from engine.control.speedup import Gain
 from engine.draft.drafter import Verdict

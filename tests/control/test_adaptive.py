@@ -9,12 +9,14 @@ from dataclasses import replace
 import pytest
 
 from engine.cache.pages import TARGET, PageTable
-from engine.control.adaptive import AdaptivePlanner, Mode, PlannerOptions
+from engine.control.adaptive import AdaptivePlanner
 from engine.control.baseline import Basis
+from engine.control.decision import Decider, Decision
+from engine.control.options import Mode, PlannerOptions
 from engine.control.planner import FixedPlanner
 from engine.control.speedup import Gain
 from engine.control.status import status
-from engine.control.step import OffReason
+from engine.control.step import OffReason, PendingStep
 from engine.draft.drafter import NoAdvice, Verdict
 from engine.scheduler import ScheduledSequence, StepPlan
 from engine.sequence import Sequence, Status
@@ -285,3 +287,50 @@ def test_the_status_knows_modes_and_guard(mode: Mode, why: str) -> None:
 def test_fixed_worlds_do_what_they_say() -> None:
     log = World(A10, constant(1.0), batch=2).run(Fixed(3), 800)
     assert log.tokens / log.steps / 2 == pytest.approx(4, rel=0.05)
+
+
+def test_with_speculation_off_the_meter_reads_one_and_little_is_learnt() -> None:
+    planner = make_planner(Mode.OFF)
+    plan = decodes(make_sequence())
+    for _ in range(500):
+        step(planner, plan)
+    settled = planner.costs.target.samples
+    for _ in range(320):
+        step(planner, plan)
+    assert planner.costs.target.samples - settled == 10
+    assert planner.meter.speedup().ratio == 1.0
+    assert planner.meter.equal_seconds == planner.meter.seconds > 0
+
+
+def test_where_nothing_pays_decisions_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And where drafts do, they are renewed as outcomes come in."""
+    made = 0
+    make = Decider._make
+
+    def count(self: Decider, step: PendingStep) -> Decision:
+        nonlocal made
+        made += 1
+        return make(self, step)
+
+    monkeypatch.setattr(Decider, "_make", count)
+    decisions = {}
+    for right in (False, True):
+        planner, plan = make_planner(), decodes(make_sequence(room=10_000))
+        for _ in range(400):
+            step(planner, plan, right=right, dear=0.1)
+        made = 0
+        lengths = [step(planner, plan, right=right, dear=0.1)[0] for _ in range(400)]
+        assert (sum(map(bool, lengths)) > 300) is right
+        decisions[right] = made
+    assert decisions[False] <= 14
+    assert 25 <= decisions[True] <= 40
+
+
+def test_a_change_ends_what_was_kept() -> None:
+    """Drafts begin to fail: within a few steps nobody drafts any more."""
+    planner, plan = make_planner(), decodes(make_sequence(room=10_000))
+    for _ in range(400):
+        step(planner, plan, dear=0.3)
+    lengths = [step(planner, plan, right=False, dear=0.3)[0] for _ in range(50)]
+    assert lengths[0] > 0
+    assert sum(lengths[25:]) <= 2

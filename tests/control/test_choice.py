@@ -10,12 +10,13 @@ from itertools import product
 import numpy as np
 import pytest
 
-from engine.control.adaptive import AdaptivePlanner, Mode, PlannerOptions
+from engine.control.adaptive import AdaptivePlanner
 from engine.control.allocate import allocate
 from engine.control.calibration import Calibration
 from engine.control.candidates import Candidates
 from engine.control.guard import Guard
 from engine.control.latency import CostModel, Load
+from engine.control.options import Mode, PlannerOptions
 from engine.control.planner import FixedPlanner
 from engine.control.step import OffReason
 from engine.draft.drafter import NoAdvice, Verdict

@@ -31,6 +31,53 @@ def test_probes_cost_at_most_one_per_cent() -> None:
     assert probes * 0.005 > 0.9 * 0.01 * 200
 
 
+def test_probes_that_fail_grow_rare_for_everybody() -> None:
+    """Who comes anew need not fail all over again, and still has a first try."""
+    explorer, tries = Explorer(), []
+    for generation, sequence in enumerate(make_sequences(10)):
+        for step in range(100 * generation, 100 * generation + 100):
+            explorer.account.pass_time(1.0, 1.0)  # there is credit for any number of probes
+            if explorer.any_due(step, [sequence]):
+                tries += explorer.probes(step, [sequence], [0], losing(1, 1e-6))
+        explorer.release(sequence)
+    assert 20 <= len(tries) <= 35  # at first after 8 steps, later after 32; not every 8
+
+
+def test_after_a_success_everybody_is_tried_more_often() -> None:
+    explorer, (one, other) = Explorer(), make_sequences(2)
+    explorer.account.pass_time(1.0, 1.0)
+    for step in (0, 8, 24, 56):
+        assert explorer.any_due(step, [one])
+        assert explorer.probes(step, [one], [0], losing(1, 1e-6)) == [0]
+    assert not explorer.any_due(84, [one])
+    assert not explorer.any_due(84, [other])
+    explorer.succeeded(one, 84)
+    assert explorer.any_due(85, [one])
+    assert explorer.probes(85, [one], [0], losing(1, 1e-6)) == [0]
+    assert explorer.any_due(96, [one])
+
+
+def test_pricing_waits_until_there_is_credit() -> None:
+    explorer, (sequence,) = Explorer(), make_sequences(1)
+    explorer.account.pass_time(0.01, 0.01)
+    assert explorer.any_due(4, [sequence])
+    assert explorer.probes(4, [sequence], [0], losing(1, 0.03)) == []
+    assert not explorer.any_due(8, [sequence])
+    for _ in range(200):
+        explorer.account.pass_time(0.01, 0.01)
+    assert explorer.any_due(12, [sequence])
+    assert explorer.probes(12, [sequence], [0], losing(1, 0.03)) == [0]
+
+
+def test_who_can_never_be_paid_for_does_not_hold_up_the_others() -> None:
+    """A long prompt to catch up with may cost more than the account ever holds."""
+    explorer, sequences = Explorer(), make_sequences(2)
+    for _ in range(10_000):
+        explorer.account.pass_time(0.01, 0.01)
+    dear = Margins(gain=[-1.0, -0.01], price=[1.0, 0.01], promise=[1.0, 1.0])
+    assert explorer.probes(4, sequences, [0, 0], dear) == [1]
+
+
 def test_everybody_is_probed() -> None:
     explorer, sequences = Explorer(), make_sequences(16)
     seen: set[int] = set()

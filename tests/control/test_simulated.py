@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 
-from engine.control.adaptive import Mode
+from engine.control.options import Mode
 from tests.control.simulator import (
     A10,
     H200,

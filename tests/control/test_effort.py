@@ -1,0 +1,41 @@
+"""Deciding rests where it costs more than it brings, and wakes up when there is something to gain."""
+
+from __future__ import annotations
+
+from engine.control.effort import Effort
+
+
+def worked(effort: Effort, batch: int, steps: range, spent: float, saved: float) -> int:
+    """Decides whenever it may; returns how often."""
+    decided = 0
+    for step in steps:
+        if not effort.rests(batch, step):
+            effort.note(batch, spent, saved)
+            decided += 1
+    return decided
+
+
+def test_it_rests_three_steps_of_four_where_deciding_does_not_pay() -> None:
+    effort = Effort()
+    assert worked(effort, 32, range(64), spent=1e-3, saved=0.0) == 64
+    assert worked(effort, 32, range(64, 464), spent=1e-3, saved=0.0) == 100
+
+
+def test_it_never_rests_where_deciding_pays() -> None:
+    assert worked(Effort(), 32, range(1000), spent=1e-3, saved=1.1e-3) == 1000
+
+
+def test_one_good_find_wakes_it_up() -> None:
+    """From nothing to half a millisecond a step within two decisions: at most eight steps."""
+    effort = Effort()
+    worked(effort, 1, range(1000), spent=1e-4, saved=0.0)
+    assert worked(effort, 1, range(1000, 1008), spent=1e-4, saved=5e-3) >= 4
+    assert worked(effort, 1, range(1008, 1058), spent=1e-4, saved=5e-3) == 50
+
+
+def test_batch_sizes_are_told_apart() -> None:
+    effort = Effort()
+    worked(effort, 32, range(200), spent=1e-3, saved=0.0)
+    assert effort.rests(63, 201)
+    assert not effort.rests(31, 201)
+    assert not effort.rests(64, 201)
