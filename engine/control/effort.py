@@ -2,20 +2,25 @@
 
 Deciding takes time that no cost model of passes and drafts holds: more for larger batches, where
 there is less to gain. So for every range of batch sizes what it took is compared with what the
-decisions were expected to save. Where it took more, most steps go without: a quarter of the
-effort still notices when drafts are worth something again, and a single good find outweighs
-hundreds of microseconds.
+decisions were expected to save. Where that was not twice as much, most steps go without: the few
+that remain still notice when drafts are worth something again, and one or two good finds end the
+rest.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-#: While resting, every so many steps are decided on all the same.
-_ROUND = 4
+#: While resting, every so many steps are decided on all the same: as many as there are
+#: sequences, within limits, since many sequences tell as much in fewer steps.
+_ROUND, _LONGEST_ROUND = 4, 16
 
 _FEWEST = 64  # decisions before anybody rests
 _GAIN = 0.02
+_GAIN_RESTING = 0.25  # of a decision that would save more than usual
+
+#: What is expected comes true in part only: the best-looking estimates are those that err.
+_ASKED = 2.0
 
 
 @dataclass(slots=True)
@@ -25,6 +30,11 @@ class _Range:
     spent: float = 0.0
     saved: float = 0.0
     count: int = 0
+
+    @property
+    def resting(self) -> bool:
+        """Whether deciding does not pay, as far as is known."""
+        return self.count >= _FEWEST and self.saved < _ASKED * self.spent
 
 
 @dataclass(slots=True)
@@ -41,9 +51,9 @@ class Effort:
             step: its number.
         """
         record = self._ranges.get(batch.bit_length())
-        if record is None or record.count < _FEWEST or step % _ROUND == 0:
+        if record is None or not record.resting:
             return False
-        return record.saved < record.spent
+        return step % min(max(_ROUND, batch), _LONGEST_ROUND) != 0
 
     def note(self, batch: int, spent: float, saved: float) -> None:
         """Takes one decision in.
@@ -54,7 +64,8 @@ class Effort:
             saved: seconds that it was expected to save; 0 if nobody was to draft.
         """
         record = self._ranges.setdefault(batch.bit_length(), _Range())
+        woken = record.resting and saved > record.saved
         record.count += 1
         gain = max(_GAIN, 1.0 / record.count)
         record.spent += gain * (spent - record.spent)
-        record.saved += gain * (saved - record.saved)
+        record.saved += (_GAIN_RESTING if woken else gain) * (saved - record.saved)
