@@ -1,4 +1,4 @@
-"""Deciding rests where it costs more than it brings, and wakes up when there is something to gain."""
+"""Deciding rests where it costs more than it brings, and wakes when there is much to gain."""
 
 from __future__ import annotations
 
