@@ -87,7 +87,7 @@ class AdaptivePlanner:
         """Why nobody may draft in a step, whatever there is to offer."""
         if self.options.mode is Mode.OFF:
             return OffReason.SERVER
-        if self.options.mode is Mode.FIXED:
+        if self.options.mode is Mode.FIXED or self.explorer.eager:
             return None
         batch = sum(scheduled.samples for scheduled in plan.scheduled)
         return OffReason.NOT_WORTH_IT if self.effort.rests(batch, self.steps) else None

@@ -11,9 +11,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-#: While resting, every so many steps are decided on all the same: as many as there are
-#: sequences, within limits, since many sequences tell as much in fewer steps.
-_ROUND, _LONGEST_ROUND = 4, 16
+#: While resting, every fourth step is decided on all the same; with more sequences every eighth,
+#: twelfth or sixteenth, since they tell as much in fewer steps. Probes are due every fourth step
+#: as well, so that other rounds would miss most of them.
+_ROUND, _MOST_ROUNDS = 4, 4
 
 _FEWEST = 64  # decisions before anybody rests
 _GAIN = 0.02
@@ -53,7 +54,8 @@ class Effort:
         record = self._ranges.get(batch.bit_length())
         if record is None or not record.resting:
             return False
-        return step % min(max(_ROUND, batch), _LONGEST_ROUND) != 0
+        rounds = min(max(1, batch // _ROUND), _MOST_ROUNDS)
+        return step % (_ROUND * rounds) != 0
 
     def note(self, batch: int, spent: float, saved: float) -> None:
         """Takes one decision in.

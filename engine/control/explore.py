@@ -159,6 +159,11 @@ class Explorer:
         self._pause = _PAUSE
         self._eager.add(sequence)
 
+    @property
+    def eager(self) -> bool:
+        """Whether somebody's last probe succeeded and the next one is wanted at once."""
+        return bool(self._eager)
+
     def release(self, sequence: Sequence) -> None:
         """Forgets a sequence."""
         self._due.pop(sequence, None)

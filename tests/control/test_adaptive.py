@@ -334,3 +334,13 @@ def test_a_change_ends_what_was_kept() -> None:
     lengths = [step(planner, plan, right=False, dear=0.3)[0] for _ in range(50)]
     assert lengths[0] > 0
     assert sum(lengths[25:]) <= 2
+
+
+def test_a_probe_that_succeeds_ends_a_rest() -> None:
+    planner, sequence = make_planner(), make_sequence()
+    for _ in range(100):
+        planner.effort.note(1, spent=1.0, saved=0.0)
+    planner.steps = 400
+    assert step(planner, decodes(sequence)) == [0]
+    planner.explorer.succeeded(sequence, planner.steps)
+    assert step(planner, decodes(sequence))[0] > 0
