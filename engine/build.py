@@ -42,6 +42,9 @@ DRAFT = 1
 #: Requests of the warm-up carry this prefix, which no caller's id can have.
 _WARM_UP = "\0warm-up"
 
+#: Seconds a start may wait for the memory of the K/V pages.
+_POPULATE_SECONDS = 5.0
+
 
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
@@ -71,7 +74,7 @@ def build_engine(
     if config.speculation.draft_model is not None:
         report("Loading the draft model")
         draft = _load_draft_model(config.model, config.speculation.draft_model)
-    built = assemble(config, loaded, draft, calibrate=True)
+    built = assemble(config, loaded, draft, prepare=True)
     report("Warming up")
     warm_up(built)
     report("Comparing rows across batch shapes")
@@ -83,7 +86,7 @@ def assemble(
     loaded: LoadedModel,
     draft: LoadedModel | None = None,
     *,
-    calibrate: bool = False,
+    prepare: bool = False,
 ) -> BuiltEngine:
     """Builds an engine around models that are already in memory.
 
@@ -91,14 +94,17 @@ def assemble(
         config: sizes and policies.
         loaded: the target.
         draft: the draft model of the "model" drafter, if there is one.
-        calibrate: whether the planner may measure this machine, or must learn as it goes.
+        prepare: whether this may take seconds: to have the pages' memory backed, and for the
+            planner to measure this machine, which it otherwise learns as it goes.
     """
     models = [loaded] if draft is None else [loaded, draft]
     pool, runners = _make_cache(config, models)
+    if prepare:
+        _populate(runners)
     drafters = _make_drafters(config, models, runners, pool)
     portfolio = DrafterPortfolio(drafters, loaded.vocab_size)
     planner = _make_planner(config, portfolio)
-    if calibrate and planner.options.mode is Mode.AUTO and drafters:
+    if prepare and planner.options.mode is Mode.AUTO and drafters:
         planner = _calibrated(planner, config, loaded, runners[TARGET], pool)
     parts = EngineParts(
         target=runners[TARGET],
@@ -227,8 +233,16 @@ def _calibrated(
         target,
         pool,
         most_rows=min(config.scheduler.max_batch_tokens, 256),
+        longest=loaded.max_model_len,
     )
     return AdaptivePlanner(replace(planner.options, calibration=calibration))
+
+
+def _populate(runners: list[Runner]) -> None:
+    for runner in runners:
+        store = runner.store
+        tokens = store.populate(_POPULATE_SECONDS / len(runners))
+        logger.info("memory of %d of %d tokens is backed", tokens, store.keys.shape[1])
 
 
 def warm_up(built: BuiltEngine) -> None:

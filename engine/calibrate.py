@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import time
 from pathlib import Path
@@ -10,7 +11,7 @@ import torch
 
 from engine.batch import Span, build_batch
 from engine.cache.pages import PagePool
-from engine.control.calibration import Calibration, Measure, cache_key, calibrate
+from engine.control.calibration import Calibration, cache_key, calibrate
 from engine.model.loader import Runner
 from engine.model.paths import cache_directory
 
@@ -20,10 +21,11 @@ logger = logging.getLogger(__name__)
 _BUDGET = 2.0
 
 _LONG_CONTEXT = 1024
+_SEQUENCES = 8
 
 
 def load_calibration(
-    model_path: str, dtype: str, runner: Runner, pool: PagePool, *, most_rows: int
+    model_path: str, dtype: str, runner: Runner, pool: PagePool, *, most_rows: int, longest: int
 ) -> Calibration:
     """The calibration of this model on this machine, from the cache or measured now.
 
@@ -33,46 +35,81 @@ def load_calibration(
         runner: the target, its pages unused so far.
         pool: all of its pages free.
         most_rows: most query tokens of a pass.
+        longest: most tokens of a sequence.
     """
-    key = cache_key(model_path, str(runner.device), dtype, torch.get_num_threads())
+    device, threads = str(runner.device), torch.get_num_threads()
+    key = cache_key(model_path, device, dtype, threads, passes_version())
     path = cache_directory() / "calibration" / key
     try:
         return Calibration.from_json(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         pass
-    capacity = pool.num_pages * pool.page_size
-    sequences = max(1, min(8, pool.num_pages // 2))
-    measured = calibrate(
-        measure_passes(runner, pool),
-        most_rows=max(1, min(most_rows, capacity // 4)),
-        most_sequences=sequences,
-        long_context=min(_LONG_CONTEXT, capacity // (2 * sequences)),
-        seconds=_BUDGET,
-    )
+    sequences = max(1, min(_SEQUENCES, pool.num_pages // 2))
+    room = min(longest, pool.num_pages // sequences * pool.page_size, 2 * _LONG_CONTEXT)
+    timer = PassTimer(runner, pool, sequences, room)
+    try:
+        measured = calibrate(
+            timer.seconds,
+            most_rows=max(1, min(most_rows, room // 2)),
+            most_sequences=sequences,
+            long_context=room // 2,
+            seconds=_BUDGET,
+        )
+    finally:
+        timer.close()
     _write(path, measured)
     return measured
 
 
-def measure_passes(runner: Runner, pool: PagePool) -> Measure:
-    """A function that times one pass over any shape; what lies in the pages costs the same."""
+def passes_version() -> str:
+    """Changes with the code that computes passes: what was measured of other code says nothing."""
+    digest = hashlib.sha256(torch.__version__.encode())
+    for path in sorted((Path(__file__).parent / "model").rglob("*")):
+        if path.suffix in {".py", ".cpp", ".h"}:
+            digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
+    return digest.hexdigest()
 
-    def measure(rows: int, sequences: int, context: int) -> float:
-        tables = [pool.new_table("") for _ in range(sequences)]
+
+class PassTimer:
+    """Times passes of any shape; what lies in the pages costs the same.
+
+    All shapes use the same pages, which are read once beforehand: no pass waits for memory that
+    the system has yet to find.
+
+    Args:
+        runner: the target.
+        pool: has enough free pages.
+        sequences: most that a shape may have.
+        tokens: most of each sequence, cached and new.
+    """
+
+    def __init__(self, runner: Runner, pool: PagePool, sequences: int, tokens: int) -> None:
+        self._runner = runner
+        self._pool = pool
+        self._tokens = tokens
+        self._tables = [pool.new_table("") for _ in range(sequences)]
+        for table in self._tables:
+            pool.reserve(table, tokens)
+        self.seconds(sequences, sequences, tokens - 1)
+
+    def seconds(self, rows: int, sequences: int, context: int) -> float:
+        """See `engine.control.calibration.Measure`; the context is cut where it does not fit."""
         spans = []
-        for i, table in enumerate(tables):
+        for i, table in enumerate(self._tables[:sequences]):
             count = rows // sequences + (i < rows % sequences)
-            if not count or not pool.reserve(table, context + count):
-                break
-            spans.append(Span([0] * count, context, table, count))
+            if count:
+                start = min(context, self._tokens - count)
+                spans.append(Span([0] * count, start, table, count))
+        runner, pool = self._runner, self._pool
         batch = build_batch(spans, pool.page_size, pool.num_pages, runner.device, runner.min_rows)
         started = time.perf_counter()
         runner.forward(batch)
-        seconds = time.perf_counter() - started
-        for table in tables:
-            pool.free(table)
-        return seconds
+        return time.perf_counter() - started
 
-    return measure
+    def close(self) -> None:
+        """Gives the pages back."""
+        for table in self._tables:
+            self._pool.free(table)
 
 
 def _write(path: Path, calibration: Calibration) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
 
 import torch
@@ -63,6 +64,30 @@ class KVStore:
             else torch.empty(size, dtype=shape.dtype, device=device)
             for _ in range(2)
         )
+
+    def populate(self, seconds: float) -> int:
+        """Has the system back the memory of the pages, those with the lowest numbers first: the
+        pool hands them out in that order. Elsewhere a step would wait for it, all layers at once.
+
+        Args:
+            seconds: that it may take; what is left is backed as it is used.
+
+        Returns:
+            Tokens whose memory is backed now.
+        """
+        slots = self.keys.shape[1]
+        if self.keys.device.type != "cpu" or 0 in self.keys.shape:
+            return slots
+        end = time.monotonic() + seconds
+        step = max(1, huge_pages.LARGE // self.keys[0, 0].nbytes)
+        for first in range(0, slots, step):
+            if time.monotonic() > end:
+                return first
+            for part in (self.keys, self.values):
+                for layer in part[:, first : first + step]:
+                    if not huge_pages.populate(layer):
+                        return first
+        return slots
 
     def write(
         self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor

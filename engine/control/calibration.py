@@ -102,9 +102,10 @@ class Calibration:
 ASSUMED = Calibration(((1, 0.01), (33, 0.02)), 1e-5, 2e-7, 1e-8, measured=False)
 
 
-def cache_key(model: str, device: str, dtype: str, threads: int) -> str:
-    """A file name for the calibration of one model on one machine setting."""
-    text = json.dumps([_VERSION, model, device, dtype, threads])
+def cache_key(model: str, device: str, dtype: str, threads: int, code: str) -> str:
+    """A file name for the calibration of one model, computed by one version of the code, on one
+    machine setting."""
+    text = json.dumps([_VERSION, model, device, dtype, threads, code])
     return f"calibration-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
 
 

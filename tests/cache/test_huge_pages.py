@@ -37,10 +37,31 @@ def test_an_arena_keeps_all_apart(monkeypatch: pytest.MonkeyPatch) -> None:
         assert ours.data_ptr() % 64 == 0
 
 
-def test_memory_is_taken_as_it_is_written_and_given_back() -> None:
-    def resident() -> int:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+def resident() -> int:
+    """Bytes of memory behind this process."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
+
+def test_memory_can_be_had_beforehand() -> None:
+    tensor = huge_pages.empty([2**27], torch.uint8)
+    tensor[1000:2000] = 7
+    before = resident()
+    if not huge_pages.populate(tensor[: 2**26]):
+        pytest.skip("this system backs memory only as it is touched")
+    assert abs(resident() - before - 2**26) <= 2 * huge_pages.LARGE
+    assert int(tensor[:3000].sum()) == 7000
+
+
+def test_a_system_that_cannot_back_memory_beforehand_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(huge_pages, "_POPULATE_WRITE", 12345)
+    assert not huge_pages.populate(huge_pages.empty([8], torch.uint8))
+    monkeypatch.setattr(huge_pages.ctypes, "CDLL", lambda _: object())
+    assert not huge_pages.populate(huge_pages.empty([8], torch.uint8))
+
+
+def test_memory_is_taken_as_it_is_written_and_given_back() -> None:
     before = resident()
     tensor = huge_pages.empty([2**28], torch.uint8)
     assert resident() - before < 2**26

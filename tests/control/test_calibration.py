@@ -95,11 +95,12 @@ def test_a_damaged_cache_is_noticed(text: str) -> None:
 
 def test_every_setting_has_its_own_file() -> None:
     keys = {
-        cache_key(model, device, dtype, threads)
+        cache_key(model, device, dtype, threads, code)
         for model in "ab"
         for device in ("cpu", "cuda")
         for dtype in ("float32", "bfloat16")
         for threads in (1, 2)
+        for code in ("old", "new")
     }
-    assert len(keys) == 16
+    assert len(keys) == 32
     assert all("/" not in key for key in keys)

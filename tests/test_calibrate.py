@@ -1,0 +1,91 @@
+"""Timing passes on a real runner: on pages that are backed, and anew for other code."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine import calibrate
+from engine.batch import Batch
+from engine.cache.pages import PagePool
+from engine.calibrate import PassTimer, load_calibration, passes_version
+from tests.fakes import FakeRunner
+
+PAGES, PAGE_SIZE = 24, 4
+
+
+class Recorder(FakeRunner):
+    """Notes the pages that every pass may read."""
+
+    def __init__(self) -> None:
+        super().__init__(PAGES, PAGE_SIZE)
+        self.contexts: list[list[int]] = []
+        self.pages: list[set[int]] = []
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        """Computes nothing: what is timed is up to others."""
+        self.contexts.append(batch.context_lengths.tolist())
+        self.pages.append(set(batch.page_tables.flatten().tolist()))
+        assert batch.positions.max() < batch.page_tables.shape[1] * PAGE_SIZE
+        return torch.zeros(batch.num_logits, 1)
+
+
+@pytest.fixture
+def pool() -> Iterator[PagePool]:
+    """All of its pages free, before and after."""
+    pool = PagePool(PAGES, PAGE_SIZE)
+    yield pool
+    assert pool.num_used == 0
+    pool.check([])
+
+
+def test_every_page_was_read_before_it_is_timed(pool: PagePool) -> None:
+    runner = Recorder()
+    timer = PassTimer(runner, pool, sequences=3, tokens=32)
+    assert runner.contexts == [[32, 32, 32]]
+    for rows, sequences, context in ((1, 1, 8), (8, 3, 16), (16, 1, 30), (5, 3, 100)):
+        assert timer.seconds(rows, sequences, context) > 0.0
+    assert runner.contexts[1:] == [[9], [19, 19, 18], [32], [32, 32, 32]]
+    assert all(pages <= runner.pages[0] for pages in runner.pages)
+    timer.close()
+
+
+@pytest.mark.parametrize("longest", [1, 7, 64, 10_000])
+def test_what_is_cached_counts_for_the_same_code_only(
+    longest: int, pool: PagePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPECSERVE_HOME", str(tmp_path))
+    runner = Recorder()
+
+    def load() -> int:
+        before = len(runner.contexts)
+        calibration = load_calibration(
+            "model", "float32", runner, pool, most_rows=64, longest=longest
+        )
+        assert calibration.measured
+        return len(runner.contexts) - before
+
+    assert load() > 3
+    assert load() == 0
+    monkeypatch.setattr(calibrate, "passes_version", lambda: "of other kernels")
+    assert load() > 3
+    assert max(max(contexts) for contexts in runner.contexts) <= longest
+
+
+def test_the_version_covers_kernels_and_runners(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    versions = {passes_version(), passes_version()}
+    assert len(versions) == 1
+    monkeypatch.setattr(calibrate, "__file__", str(tmp_path / "calibrate.py"))
+    for name in ("runner.py", "kernels/attention.h", "kernels/kernels.cpp"):
+        path = tmp_path / "model" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("")
+        versions.add(passes_version())
+        path.write_text("changed")
+        versions.add(passes_version())
+    assert len(versions) == 7
