@@ -35,7 +35,9 @@ class CacheShape:
 class KVStore:
     """Keys and values of every layer, one slot per token.
 
-    A page is a run of `page_size` slots, so a token's slot is `page * page_size + offset`.
+    A page is a run of `page_size` slots, so a token's slot is `page * page_size + offset`. How the
+    tokens of a page lie in it is up to the attention that writes and reads it: the kernels
+    interleave them.
     One page more than the pool has is allocated: padding rows write there.
 
     Args:

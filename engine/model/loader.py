@@ -192,6 +192,9 @@ def _why_not_cpu(model: PreTrainedModel) -> str | None:
         return f"the model is on {model.device}"
     if model.dtype not in CPU_DTYPES:
         return f"the kernel has no {model.dtype}"
+    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
+    if size % 2:
+        return f"the size of a head, {size}, is odd"
     if text.num_attention_heads // groups > MAX_GROUP:
         return f"{text.num_attention_heads} heads in {groups} groups exceed its {MAX_GROUP} a group"
     return None

@@ -174,5 +174,13 @@ def test_more_heads_to_a_group_than_the_kernel_holds(caplog: pytest.LogCaptureFi
         adopt_model(make_model(**wide), config(runner="torch"))
 
 
+def test_an_odd_size_of_a_head_runs_on_the_reference(caplog: pytest.LogCaptureFixture) -> None:
+    """Where only a part of it is rotated; the kernel multiplies bfloat16 elements in pairs."""
+    model = make_model(hidden_act="gelu")
+    model.config.head_dim = 5
+    assert adopt_model(model, config()).runner_name == "reference"
+    assert "the size of a head, 5, is odd" in caplog.text
+
+
 def test_half_precision_runs_on_the_reference() -> None:
     assert adopt_model(make_model(dtype=torch.float16), config()).runner_name == "reference"

@@ -17,7 +17,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 
 class _Attention(ctypes.Structure):
-    """Mirrors `Attention` in kernels/attention.h."""
+    """Mirrors `Attention` in kernels/pages.h."""
 
     _fields_ = [
         *fields(ctypes.c_void_p, "queries key_cache value_cache output"),

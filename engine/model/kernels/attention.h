@@ -9,141 +9,122 @@
 
 #include <cmath>
 #include <type_traits>
-#include <vector>
 
-#include "vectors.h"
+#include "pages.h"
 
 namespace {
-
-constexpr int kBlock = 32;     // keys per online-softmax step
-constexpr int kTileRows = 16;  // query rows that share one pass over K/V
-
-// One layer's attention over a packed batch. Strides count elements; the innermost one is 1.
-struct Attention {
-  const void* queries;                   // [T, H, D]
-  const void *key_cache, *value_cache;   // [slots, G, D], contiguous
-  void* output;                          // [T, H, D], contiguous
-  const int32_t* query_starts;           // [S + 1]
-  const int32_t* context_lengths;        // [S]
-  const int32_t* page_tables;            // [S, M]
-  int64_t query_stride, query_head_stride;
-  int32_t sequences, table_width, page_size;
-  int32_t heads, groups, head_size, window;
-  float scale;
-};
-
-// Query tokens [token, token + tokens) of one sequence, for the heads of one group.
-struct Tile { int sequence, token, tokens; };
 
 // Heads are padded to whole bfloat16 vectors, with zeros.
 inline int padded_size(int size) { return (size + 2 * kLanes - 1) / (2 * kLanes) * (2 * kLanes); }
 
-// Working memory of one thread; all rows are padded.
+// Working memory of one thread.
 template <class T>
 struct Scratch {
   typedef typename T::Element Element;
-  std::vector<Element> heads;   // keys, values and queries that need padding
+  std::vector<Element> heads;  // queries, and parts put together from small pages
   std::vector<float> sums;
-  std::vector<IVec> transposed;  // the block's keys by word
-  Element *keys, *values, *queries;
-  float* output;
   explicit Scratch(int padded)
-      : heads(size_t(padded) * (2 * kBlock + kTileRows)), sums(size_t(padded) * kTileRows),
-        transposed(sizeof(Element) * padded * kBlock / sizeof(IVec)) {
-    keys = heads.data();
-    values = keys + size_t(padded) * kBlock;
-    queries = values + size_t(padded) * kBlock;
-    output = sums.data();
-  }
+      : heads(size_t(padded) * (2 * kBlock + kTileRows) + 4 * kLanes), sums(size_t(padded) * kTileRows) {}
 };
 
-// What one query row knows of the keys seen so far.
+// What the query rows of a tile know of the keys seen so far.
 struct Softmax {
-  float max;
-  Vec sum;
+  float max[kTileRows];
+  Vec sum[kTileRows];
 };
 
-// Scores of kRows query rows against the block's keys, which lie transposed: word u of all keys,
-// then word u + 1. A score is one accumulator that runs through the words in ascending order.
+// Scores of kRows query rows against a block's keys. A score is one accumulator that runs through
+// the words in ascending order.
 template <class T, int kRows>
-inline void score_rows(float* scores, const typename T::Element* queries, const IVec* keys, int words, float scale) {
-  constexpr int parts = kBlock / kLanes, per_word = 4 / sizeof(typename T::Element);
-  Vec sums[kRows][parts];
+inline void score_rows(float* scores, const typename T::Element* queries, const Part<T>* parts, int size, float scale) {
+  constexpr int halves = kBlock / kLanes, w = kPerWord<T>;
+  Vec sums[kRows][halves];
 #pragma GCC unroll 4
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 2
-    for (int i = 0; i < parts; ++i) sums[r][i] = Vec{};
-  for (int u = 0; u < words; ++u)
+    for (int i = 0; i < halves; ++i) sums[r][i] = Vec{};
+  for (int d = 0; d < size; d += w) {
+    IVec keys[halves];
+#pragma GCC unroll 2
+    for (int i = 0; i < halves; ++i) std::memcpy(&keys[i], parts[i].keys + int64_t(d) * parts[i].stride, sizeof(IVec));
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) {
-      const IVec query = broadcast_word(queries + (r * words + u) * per_word);
+      const IVec query = broadcast_word(queries + r * size + d);
 #pragma GCC unroll 2
-      for (int i = 0; i < parts; ++i) sums[r][i] = T::multiply_words(sums[r][i], query, keys[u * parts + i]);
+      for (int i = 0; i < halves; ++i) sums[r][i] = T::multiply_words(sums[r][i], query, keys[i]);
     }
+  }
 #pragma GCC unroll 4
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 2
-    for (int i = 0; i < parts; ++i) store(scores + r * kBlock + i * kLanes, sums[r][i] * scale);
+    for (int i = 0; i < halves; ++i) store(scores + r * kBlock + i * kLanes, sums[r][i] * scale);
 }
 
-// Word u of keys [0, kBlock) goes to to[u]; a word is one float32 or two bfloat16 elements.
-template <class Element>
-inline void transpose_keys(IVec* to, const Element* const* keys, int words) {
-  constexpr int parts = kBlock / kLanes, per_word = 4 / sizeof(Element);
-  for (int i = 0; i < parts; ++i)
-    for (int u = 0; u < words; u += kLanes) {
-      IVec square[kLanes];
-#pragma GCC unroll 16
-      for (int j = 0; j < kLanes; ++j) std::memcpy(&square[j], keys[i * kLanes + j] + u * per_word, sizeof(IVec));
-      transpose(square);
-#pragma GCC unroll 16
-      for (int j = 0; j < kLanes; ++j) to[(u + j) * parts + i] = square[j];
-    }
-}
-
-// Turns one row's scores of a block into weights; the row sees positions [begin, last].
-// Returns the factor by which what was summed before must shrink.
-inline Vec weigh(Softmax& state, float* row, int first, int begin, int last) {
-  Vec weights[kBlock / kLanes];
-  for (int part = 0; part < kBlock / kLanes; ++part) weights[part] = load(row + part * kLanes);
+// Hides what a row does not see of a block: it sees positions [begin, last]. Returns its best score.
+inline float best_score(float* row, float best, int first, int begin, int last) {
   const IVec lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  const Vec lowest = broadcast(-std::numeric_limits<float>::infinity());
-  Vec block_max = broadcast(state.max);
-  if (first < begin || first + kBlock - 1 > last)
-    for (int part = 0; part < kBlock / kLanes; ++part) {
-      const IVec position = lane + (first + part * kLanes);
-      weights[part] = select((position >= begin) & (position <= last), weights[part], lowest);
+  Vec most = broadcast(best);
+  const bool all = first >= begin && first + kBlock - 1 <= last;
+  for (int i = 0; i < kBlock; i += kLanes) {
+    Vec scores = load(row + i);
+    if (!all) {
+      const IVec position = lane + (first + i);
+      scores = select((position >= begin) & (position <= last), scores, broadcast(-std::numeric_limits<float>::infinity()));
+      store(row + i, scores);
     }
-  for (int part = 0; part < kBlock / kLanes; ++part) block_max = max(weights[part], block_max);
-  const float peak = largest(block_max);
-  const Vec factor = exp_nonpositive(broadcast(state.max - peak));
-  state.max = peak;
-  state.sum *= factor;
-  for (int part = 0; part < kBlock / kLanes; ++part) {
-    const IVec seen = weights[part] > lowest;
-    weights[part] = select(seen, exp_nonpositive(weights[part] - peak), Vec{});
-    state.sum += weights[part];
-    store(row + part * kLanes, weights[part]);
+    most = max(scores, most);
   }
-  return factor;
+  return largest(most);
 }
 
-// output = output * factor + weights * values, for kRows rows and kVectors vectors of a head.
+// Turns the rows' scores of a block into weights. factors: by what was summed before must shrink.
+template <class T>
+inline void weigh(typename T::Element* weights, Softmax& state, float* factors, const float* scores, const float* best,
+                  int begin, int end) {
+  const Vec lowest = broadcast(-std::numeric_limits<float>::infinity());
+  store(factors, exp_nonpositive(load(state.max) - load(best)));
+  for (int r = begin; r < end; ++r) {
+    state.max[r] = best[r];
+    state.sum[r] *= factors[r];
+    for (int i = 0; i < kBlock; i += kLanes) {
+      const Vec score = load(scores + r * kBlock + i);
+      const Vec weight = select(score > lowest, exp_nonpositive(score - best[r]), Vec{});
+      state.sum[r] += weight;
+      T::narrow(weights + r * kBlock + i, weight);
+    }
+  }
+}
+
+// output = output * factor + weights * values of the block's tokens [from, to], for kRows rows and
+// kVectors vectors of a head. A word takes in the token before `from`, and after `to`, whose weights
+// are 0; what stands there after `to` may be anything.
 template <class T, int kRows, int kVectors>
-inline void add_values(float* output, int padded, const Vec* factors, const float* weights,
-                       const typename T::Element* const* values, int from, int to, int d) {
+inline void add_values(float* output, int padded, const float* factors, const typename T::Element* weights,
+                       const Part<T>* parts, int size, int from, int to, int d) {
+  constexpr int w = kPerWord<T>;
   Vec sums[kRows][kVectors];
 #pragma GCC unroll 4
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) sums[r][v] = load(output + r * padded + d + v * kLanes) * factors[r];
-  for (int j = from; j <= to; ++j)
+  const auto step = [&](int j, int32_t kept) __attribute__((always_inline)) {
+    const auto* words = parts[j / kLanes].values + int64_t(j % kLanes) * size + d * w;
+    IVec values[kVectors];
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
-      const Vec value = T::widen(values[j] + d + v * kLanes);
-#pragma GCC unroll 4
-      for (int r = 0; r < kRows; ++r) sums[r][v] += weights[r * kBlock + j] * value;
+      std::memcpy(&values[v], words + v * kLanes * w, sizeof(IVec));
+      if (kept != -1) values[v] &= kept;
     }
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r) {
+      const IVec weight = broadcast_word(weights + r * kBlock + j);
+#pragma GCC unroll 4
+      for (int v = 0; v < kVectors; ++v) sums[r][v] = T::multiply_words(sums[r][v], weight, values[v]);
+    }
+  };
+  int j = from / w * w;
+  for (; j + w - 1 <= to; j += w) step(j, -1);
+  if (j <= to) step(j, 0xffff);
 #pragma GCC unroll 4
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 4
@@ -151,35 +132,12 @@ inline void add_values(float* output, int padded, const Vec* factors, const floa
 }
 
 template <class T, int kRows>
-inline void add_values(float* output, int padded, const Vec* factors, const float* weights,
-                       const typename T::Element* const* values, int from, int to) {
+inline void add_values(float* output, int padded, const float* factors, const typename T::Element* weights,
+                       const Part<T>* parts, int size, int from, int to) {
   int d = 0;
   for (; d + 4 * kLanes <= padded; d += 4 * kLanes)
-    add_values<T, kRows, 4>(output, padded, factors, weights, values, from, to, d);
-  if (d < padded) add_values<T, kRows, 2>(output, padded, factors, weights, values, from, to, d);
-}
-
-// Slots of the positions [first, last] of a sequence.
-inline void find_slots(int64_t* slots, const int32_t* pages, int page_size, int first, int last) {
-  int page = first / page_size, offset = first % page_size;
-  for (int position = first; position <= last; ++position) {
-    *slots++ = int64_t(pages[page]) * page_size + offset;
-    if (++offset == page_size) offset = 0, ++page;
-  }
-}
-
-// A quarter of a block's keys and values, into the second-level cache. Pages lie anywhere, and of
-// each token a group reads two short pieces, so the processor itself does not see what comes next.
-// Always inlined, or the compiler takes a function without effects for one without purpose.
-template <class Element>
-__attribute__((always_inline)) inline void fetch(const Attention& a, const int64_t* slots, int count, int quarter, int group) {
-  for (int j = quarter * kBlock / 4; j < (quarter + 1) * kBlock / 4 && j < count; ++j) {
-    const int64_t at = (slots[j] * a.groups + group) * a.head_size;
-    for (int d = 0; d < a.head_size; d += 64 / int(sizeof(Element))) {
-      __builtin_prefetch(static_cast<const Element*>(a.key_cache) + at + d, 0, 2);
-      __builtin_prefetch(static_cast<const Element*>(a.value_cache) + at + d, 0, 2);
-    }
-  }
+    add_values<T, kRows, 4>(output, padded, factors, weights, parts, size, from, to, d);
+  if (d < padded) add_values<T, kRows, 2>(output, padded, factors, weights, parts, size, from, to, d);
 }
 
 // Calls f with the largest supported number of rows up to `rows`, as a constant; returns it.
@@ -191,85 +149,65 @@ inline int by_rows(int rows, const F& f) {
   return f(std::integral_constant<int, 1>()), 1;
 }
 
-// T is the type of cache and output, Q that of the queries; kPadded is the padded head size, or
-// 0 if it is known at run time only.
-template <class T, class Q, int kPadded>
-void attend_tile(const Attention& a, Scratch<T>& scratch, const Tile& tile, int group) {
+// T is the type of cache and output, Q that of the queries; kSize is the head size, or 0 if it is
+// known at run time only.
+template <class T, class Q, int kSize>
+void attend_tile(const Attention& a, Scratch<T>& scratch, const Task& task, const Task* next) {
   typedef typename T::Element Element;
-  const int per_group = a.heads / a.groups, size = a.head_size;
-  const int padded = kPadded ? kPadded : padded_size(size);
-  const int rows = tile.tokens * per_group;
-  const int row0 = a.query_starts[tile.sequence] + tile.token;
-  const int num_queries = a.query_starts[tile.sequence + 1] - a.query_starts[tile.sequence];
-  const int position0 = a.context_lengths[tile.sequence] - num_queries + tile.token;
-  const int32_t* pages = a.page_tables + int64_t(tile.sequence) * a.table_width;
-  const auto* queries = static_cast<const typename Q::Element*>(a.queries);
-  Softmax state[kTileRows];
+  const int per_group = a.heads / a.groups, size = kSize ? kSize : a.head_size, padded = padded_size(size);
+  const int rows = task.tile.tokens * per_group, position0 = task.position0, last_position = task.last_position;
+  const int row0 = a.query_starts[task.tile.sequence] + task.tile.token;
+  const auto* from_queries = static_cast<const typename Q::Element*>(a.queries);
+  float* const output = scratch.sums.data();
+  Element *const queries = scratch.heads.data(), *const assembled = queries + kTileRows * padded;
+  Softmax state;
   for (int r = 0; r < rows; ++r) {
-    const int head = group * per_group + r % per_group;
-    const auto* from = queries + (row0 + r / per_group) * a.query_stride + head * a.query_head_stride;
-    narrow_row<T>(scratch.queries + r * padded, size, [&](int d) { return Q::widen(from + d); },
+    const int head = task.group * per_group + r % per_group;
+    const auto* from = from_queries + (row0 + r / per_group) * a.query_stride + head * a.query_head_stride;
+    narrow_row<T>(queries + r * size, size, [&](int d) { return Q::widen(from + d); },
                   [&](int d) { return Q::widen(from[d]); });
-    state[r] = {-std::numeric_limits<float>::infinity(), Vec{}};
+    state.sum[r] = Vec{};
   }
-  std::memset(scratch.output, 0, sizeof(float) * rows * padded);
-  const int last_position = position0 + tile.tokens - 1;
-  const int first_seen = a.window && position0 >= a.window ? position0 - a.window + 1 : 0;
-  const int first_block = first_seen / kBlock * kBlock;
-  const auto last_of = [&](int first) { return last_position < first + kBlock ? last_position : first + kBlock - 1; };
-  int64_t both[2][kBlock];  // slots of the present block and of the next one
-  find_slots(both[0], pages, a.page_size, first_block, last_of(first_block));
-  for (int first = first_block, turn = 0; first <= last_position; first += kBlock, turn ^= 1) {
-    const int64_t *slots = both[turn], *next_slots = both[turn ^ 1];
-    const int next = first + kBlock, coming = next <= last_position ? last_of(next) - next + 1 : 0;
-    if (coming) find_slots(both[turn ^ 1], pages, a.page_size, next, last_of(next));
+  for (float& most : state.max) most = -std::numeric_limits<float>::infinity();
+  std::memset(output, 0, sizeof(float) * rows * padded);
+  for (int first = task.first_block(); first <= last_position; first += kBlock) {
+    Part<T> parts[2], coming[2];
+    find_block<T>(parts, a, assembled, task, first);
+    const bool more = first + kBlock <= last_position, fetches = (more || next) && a.page_size % kLanes == 0;
+    if (fetches) find_block<T>(coming, a, nullptr, more ? task : *next, more ? first + kBlock : next->first_block());
     // Between the parts of the work, since only so many requests can be under way.
-    fetch<Element>(a, next_slots, coming, 0, group);
-    const int from = first < first_seen ? first_seen - first : 0, to = last_of(first) - first;
-    const Element *keys[kBlock], *values[kBlock];
-    for (int j = from; j <= to; ++j) {
-      keys[j] = static_cast<const Element*>(a.key_cache) + (slots[j] * a.groups + group) * size;
-      values[j] = static_cast<const Element*>(a.value_cache) + (slots[j] * a.groups + group) * size;
-      if (padded != size) {
-        keys[j] = (Element*)std::memcpy(scratch.keys + j * padded, keys[j], sizeof(Element) * size);
-        values[j] = (Element*)std::memcpy(scratch.values + j * padded, values[j], sizeof(Element) * size);
-      }
-    }
-    for (int j = 0; j < from; ++j) keys[j] = keys[from];  // masked below
-    for (int j = to + 1; j < kBlock; ++j) keys[j] = keys[to];
-    const int words = padded * int(sizeof(Element)) / 4;
-    IVec* by_word = scratch.transposed.data();
-    transpose_keys(by_word, keys, words);
-    fetch<Element>(a, next_slots, coming, 1, group);
+    if (fetches) fetch(coming[0], true, size);
     // Rows that see this block are consecutive: later ones see more, windows leave earlier ones behind.
     const int skipped = first > position0 ? (first - position0) * per_group : 0;
     int live = rows;
-    if (a.window && position0 + tile.tokens - 1 >= first + kBlock + a.window - 1)
+    if (a.window && last_position >= first + kBlock + a.window - 1)
       live = (first + kBlock + a.window - 1 - position0) * per_group;
-    Vec factors[kTileRows];
-    float weights[kTileRows * kBlock];
-    for (int r = skipped, count; r < live; r += count) {
+    float scores[kTileRows * kBlock], best[kTileRows] = {}, factors[kTileRows];
+    Element weights[kTileRows * kBlock];
+    for (int r = skipped, count; r < live; r += count)
       count = by_rows(live - r, [&](auto width) {
-        score_rows<T, width()>(weights + r * kBlock, scratch.queries + r * padded, by_word, words, a.scale);
+        score_rows<T, width()>(scores + r * kBlock, queries + r * size, parts, size, a.scale);
       });
-    }
-    fetch<Element>(a, next_slots, coming, 2, group);
+    if (fetches) fetch(coming[0], false, size);
     for (int r = skipped; r < live; ++r) {
       const int position = position0 + r / per_group;
       const int begin = a.window && position >= a.window ? position - a.window + 1 : 0;
-      factors[r] = weigh(state[r], weights + r * kBlock, first, begin, position);
+      best[r] = best_score(scores + r * kBlock, state.max[r], first, begin, position);
     }
-    fetch<Element>(a, next_slots, coming, 3, group);
-    for (int r = skipped, count; r < live; r += count) {
+    if (fetches) fetch(coming[1], true, size);
+    weigh<T>(weights, state, factors, scores, best, skipped, live);
+    if (fetches) fetch(coming[1], false, size);
+    const int from = first < task.first_seen ? task.first_seen - first : 0;
+    const int to = last_position < first + kBlock ? last_position - first : kBlock - 1;
+    for (int r = skipped, count; r < live; r += count)
       count = by_rows(live - r, [&](auto width) {
-        add_values<T, width()>(scratch.output + r * padded, padded, factors + r, weights + r * kBlock, values, from, to);
+        add_values<T, width()>(output + r * padded, padded, factors + r, weights + r * kBlock, parts, size, from, to);
       });
-    }
   }
   for (int r = 0; r < rows; ++r) {
-    const float inverse = 1.0f / sum(state[r].sum);
-    const float* from = scratch.output + r * padded;
-    const int head = group * per_group + r % per_group;
+    const float inverse = 1.0f / sum(state.sum[r]);
+    const float* from = output + r * padded;
+    const int head = task.group * per_group + r % per_group;
     Element* to = static_cast<Element*>(a.output) + (int64_t(row0 + r / per_group) * a.heads + head) * size;
     narrow_row<T>(to, size, [&](int d) { return load(from + d) * inverse; },
                   [&](int d) { return from[d] * inverse; });
@@ -277,24 +215,29 @@ void attend_tile(const Attention& a, Scratch<T>& scratch, const Tile& tile, int 
 }
 
 template <class T, class Q>
-void attend(const Attention& a, Scratch<T>& scratch, const Tile& tile, int group) {
-  switch (padded_size(a.head_size)) {
-    case 64: return attend_tile<T, Q, 64>(a, scratch, tile, group);
-    case 128: return attend_tile<T, Q, 128>(a, scratch, tile, group);
-    default: return attend_tile<T, Q, 0>(a, scratch, tile, group);
+void attend(const Attention& a, Scratch<T>& scratch, const Task& task, const Task* next) {
+  switch (a.head_size) {
+    case 64: return attend_tile<T, Q, 64>(a, scratch, task, next);
+    case 128: return attend_tile<T, Q, 128>(a, scratch, task, next);
+    default: return attend_tile<T, Q, 0>(a, scratch, task, next);
   }
 }
 
-// Cuts every sequence's query tokens into nearly equal tiles of at most kTileRows query rows.
-inline std::vector<Tile> make_tiles(const Attention& a) {
-  const int per_tile = kTileRows / (a.heads / a.groups);
-  std::vector<Tile> tiles;
-  for (int s = 0; s < a.sequences; ++s) {
-    const int64_t queries = a.query_starts[s + 1] - a.query_starts[s], cuts = (queries + per_tile - 1) / per_tile;
-    for (int64_t c = 0, from = 0, to; c < cuts; ++c, from = to)
-      tiles.push_back({s, int(from), int((to = queries * (c + 1) / cuts) - from)});
+// Attends to tasks in the order in which `take` hands them out, until it has no more: while one is
+// worked on, the first keys and values of the next are fetched.
+template <class T, class Q, class Take>
+void attend_in_turn(const Attention& a, Scratch<T>& scratch, const std::vector<Tile>& tiles, const Take& take) {
+  const int tasks = int(tiles.size()) * a.groups;
+  const auto task = [&](int i) { return Task(a, tiles[i / a.groups], i % a.groups); };
+  for (int i = take(), next; i < tasks; i = next) {
+    next = take();
+    if (next < tasks) {
+      const Task following = task(next);
+      attend<T, Q>(a, scratch, task(i), &following);
+    } else {
+      attend<T, Q>(a, scratch, task(i), nullptr);
+    }
   }
-  return tiles;
 }
 
 }  // namespace

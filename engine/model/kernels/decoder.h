@@ -15,7 +15,7 @@ struct Layer {
   const void *qkv, *output, *gate_up, *down;  // packed; gate and up alternate by 16 outputs
   const float *qkv_bias, *output_bias, *gate_up_bias, *down_bias;  // padded to blocks
   const float *query_norm, *key_norm;  // [head_size]
-  void *key_cache, *value_cache;  // [slots, G, D]
+  void *key_cache, *value_cache;  // see attention.h
   int32_t window, unused;
 };
 
@@ -115,12 +115,6 @@ inline void add(float* to, Vec x, int width) {
   else for (int i = 0; i < width; ++i) to[i] += x[i];
 }
 
-inline Vec silu(Vec x) {
-  // exp() here takes x <= 0: e^-|x| serves both signs.
-  const Vec e = exp_nonpositive(select(x > 0.0f, -x, x));
-  return x * select(x > 0.0f, broadcast(1.0f), e) / (1.0f + e);
-}
-
 // Norms one head if the model does, rotates it: x cos + rotate_half(x) sin.
 inline void rotate(float* x, const float* norm, const float* cosines, const float* sines, int size, float epsilon) {
   if (norm) {
@@ -128,7 +122,13 @@ inline void rotate(float* x, const float* norm, const float* cosines, const floa
     for (int d = 0; d < size; ++d) x[d] *= factor * norm[d];
   }
   const int half = size / 2;
-  for (int d = 0; d < half; ++d) {
+  int d = 0;
+  for (; d + kLanes <= half; d += kLanes) {
+    const Vec a = load(x + d), b = load(x + d + half);
+    store(x + d, a * load(cosines + d) - b * load(sines + d));
+    store(x + d + half, b * load(cosines + d + half) + a * load(sines + d + half));
+  }
+  for (; d < half; ++d) {
     const float a = x[d], b = x[d + half];
     x[d] = a * cosines[d] - b * sines[d];
     x[d + half] = b * cosines[d + half] + a * sines[d + half];
@@ -173,33 +173,30 @@ struct Forward {
   }
 
   // Rotates queries and keys; writes keys and values into the cache.
-  void rotate_and_store(const Layer& layer) const {
+  void rotate_and_store(const Layer& layer, const Attention& a, Element* scratch) const {
     const int size = m.head_size;
-    const Share share(s.rows);
-    for (int t = share.begin; t < share.end; ++t) {
-      float* row = s.qkv + int64_t(t) * padded_qkv;
-      const float* cosines = m.cosines + s.positions[t] * size;
-      const float* sines = m.sines + s.positions[t] * size;
-      for (int h = 0; h < m.heads; ++h) rotate(row + h * size, layer.query_norm, cosines, sines, size, m.epsilon);
-      for (int g = 0; g < m.groups; ++g) {
-        float* key = row + (m.heads + g) * size;
-        const float* value = row + (m.heads + m.groups + g) * size;
-        rotate(key, layer.key_norm, cosines, sines, size, m.epsilon);
-        const int64_t to = (s.slots[t] * m.groups + g) * size;
-        narrow_row<T>(static_cast<Element*>(layer.key_cache) + to, key, size);
-        narrow_row<T>(static_cast<Element*>(layer.value_cache) + to, value, size);
-      }
+    const auto turn = [&](int t, int head, const float* norm) {
+      float* x = s.qkv + int64_t(t) * padded_qkv + head * size;
+      rotate(x, norm, m.cosines + s.positions[t] * size, m.sines + s.positions[t] * size, size, m.epsilon);
+      return x;
+    };
+    const Share rows(s.rows);
+    for (int t = rows.begin; t < rows.end; ++t)
+      for (int h = 0; h < m.heads; ++h) turn(t, h, layer.query_norm);
+    // Group by group: the tokens of a page write to the same cache lines.
+    const Share share(s.rows * m.groups);
+    for (int i = share.begin; i < share.end; ++i) {
+      const int g = i / s.rows, t = i % s.rows;
+      const float* key = turn(t, m.heads + g, layer.key_norm);
+      narrow_row<T>(scratch, key, size);
+      narrow_row<T>(scratch + size, key + m.groups * size, size);
+      write_token<T>(a, s.slots[t], g, scratch, scratch + size);
     }
     barrier.wait();
   }
 
-  void attend_all(const Layer& layer, Attention a, const std::vector<Tile>& tiles, Scratch<T>& scratch) const {
-    a.key_cache = layer.key_cache;
-    a.value_cache = layer.value_cache;
-    a.window = layer.window;
-    const int tasks = int(tiles.size()) * m.groups;
-    for (int i = barrier.next_task(); i < tasks; i = barrier.next_task())
-      attend<T, Float32>(a, scratch, tiles[i / m.groups], i % m.groups);
+  void attend_all(const Attention& a, const std::vector<Tile>& tiles, Scratch<T>& scratch) const {
+    attend_in_turn<T, Float32>(a, scratch, tiles, [&] { return barrier.next_task(); });
     barrier.wait();
   }
 
@@ -281,8 +278,12 @@ struct Forward {
         const Layer& layer = m.layers[l];
         norm_rows(layer.input_norm);
         project_qkv(layer);
-        rotate_and_store(layer);
-        attend_all(layer, a, tiles, scratch);
+        Attention own = a;
+        own.key_cache = layer.key_cache;
+        own.value_cache = layer.value_cache;
+        own.window = layer.window;
+        rotate_and_store(layer, own, scratch.heads.data());
+        attend_all(own, tiles, scratch);
         project_back(normed, m.heads * m.head_size, layer.output, layer.output_bias);
         norm_rows(layer.post_norm);
         gate(layer);

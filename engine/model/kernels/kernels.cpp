@@ -17,15 +17,10 @@ template <class T>
 void write_cache(const Arguments& call) {
   typedef typename T::Element Element;
   const Attention& a = call.attention;
-  const size_t bytes = sizeof(Element) * a.head_size;
   for (int t = 0; t < call.rows; ++t)
-    for (int g = 0; g < a.groups; ++g) {
-      const int64_t to = (call.slots[t] * a.groups + g) * a.head_size;
-      std::memcpy((Element*)a.key_cache + to,
-                  (const Element*)call.keys + t * call.key_stride + g * call.key_head_stride, bytes);
-      std::memcpy((Element*)a.value_cache + to,
-                  (const Element*)call.values + t * call.value_stride + g * call.value_head_stride, bytes);
-    }
+    for (int g = 0; g < a.groups; ++g)
+      write_token<T>(a, call.slots[t], g, (const Element*)call.keys + t * call.key_stride + g * call.key_head_stride,
+                     (const Element*)call.values + t * call.value_stride + g * call.value_head_stride);
 }
 
 template <class T>
@@ -33,12 +28,11 @@ void attend_layer(const Arguments& call) {
   write_cache<T>(call);
   const Attention& a = call.attention;
   const std::vector<Tile> tiles = make_tiles(a);
-  const int tasks = int(tiles.size()) * a.groups;
+  std::atomic<int> next_task{0};
 #pragma omp parallel
   {
     Scratch<T> scratch(padded_size(a.head_size));
-#pragma omp for schedule(dynamic)
-    for (int i = 0; i < tasks; ++i) attend<T, T>(a, scratch, tiles[i / a.groups], i % a.groups);
+    attend_in_turn<T, T>(a, scratch, tiles, [&] { return next_task++; });
   }
 }
 

@@ -24,22 +24,6 @@ inline void store(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }
 inline Vec select(IVec mask, Vec a, Vec b) { return (Vec)(((IVec)a & mask) | ((IVec)b & ~mask)); }
 inline Vec max(Vec a, Vec b) { return select(a > b, a, b); }
 
-// Lane j of vector i becomes lane i of vector j: four rounds of swapping blocks off the diagonal.
-template <int kSize = kLanes / 2>
-inline void transpose(IVec (&a)[kLanes]) {
-  const IVec lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  const IVec second = (lane & kSize) != 0;
-  const IVec low = lane + (second & (kLanes - kSize)), high = lane + (second & kLanes) + (~second & kSize);
-#pragma GCC unroll 16
-  for (int i = 0; i < kLanes; ++i)
-    if (!(i & kSize)) {
-      const IVec x = a[i], y = a[i + kSize];
-      a[i] = __builtin_shuffle(x, y, low);
-      a[i + kSize] = __builtin_shuffle(x, y, high);
-    }
-  if constexpr (kSize > 1) transpose<kSize / 2>(a);
-}
-
 // The four bytes at p in every lane.
 inline IVec broadcast_word(const void* p) {
   int32_t word;
@@ -80,6 +64,12 @@ inline Vec exp_nonpositive(Vec x) {
   p = p * r + 1.0f;
   p = p * r + 1.0f;
   return (Vec)((IVec)p + (((IVec)shifted - (IVec)magic) << 23));
+}
+
+inline Vec silu(Vec x) {
+  // exp() here takes x <= 0: e^-|x| serves both signs.
+  const Vec e = exp_nonpositive(select(x > 0.0f, -x, x));
+  return x * select(x > 0.0f, broadcast(1.0f), e) / (1.0f + e);
 }
 
 // sum + a[2i] b[2i] + a[2i + 1] b[2i + 1] in lane i: 32 bfloat16 products.

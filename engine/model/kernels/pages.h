@@ -1,0 +1,139 @@
+// Where keys and values lie in the pages of the cache, and who reads which of them.
+//
+// A page holds, for one group of heads after the other, the keys of its tokens and, in a store of
+// its own, their values. Both lie as attention multiplies them: keys word by word, so that sixteen
+// tokens' first words fill a vector, and values in pairs of tokens. Nobody else reads them.
+#pragma once
+
+#include <vector>
+
+#include "vectors.h"
+
+namespace {
+
+constexpr int kBlock = 32;     // keys per online-softmax step
+constexpr int kTileRows = 16;  // query rows that share one pass over K/V
+
+// One layer's attention over a packed batch. Strides count elements; the innermost one is 1.
+struct Attention {
+  const void* queries;                   // [T, H, D]
+  void *key_cache, *value_cache;         // a page: [G] times what `write_token` makes of it
+  void* output;                          // [T, H, D], contiguous
+  const int32_t* query_starts;           // [S + 1]
+  const int32_t* context_lengths;        // [S]
+  const int32_t* page_tables;            // [S, M]
+  int64_t query_stride, query_head_stride;
+  int32_t sequences, table_width, page_size;
+  int32_t heads, groups, head_size, window;
+  float scale;
+};
+
+// Query tokens [token, token + tokens) of one sequence.
+struct Tile { int sequence, token, tokens; };
+
+// Heads side by side in a word of four bytes: two bfloat16 elements, or one float32.
+template <class T>
+constexpr int kPerWord = 4 / sizeof(typename T::Element);
+
+// Where the element d of token j's value lies in a page, of one group. Tokens stand in pairs whose
+// elements alternate, so that a word holds what one step multiplies; float32 has words of one.
+template <class T>
+inline int64_t value_place(int j, int d, int page_size, int size) {
+  constexpr int w = kPerWord<T>;
+  if (w > 1 && page_size % w && j == page_size - 1) return int64_t(j) * size + d;  // has no partner
+  return int64_t(j / w * w) * size + d * w + j % w;
+}
+
+// Writes one token's key and value of a group. Keys lie word by word: the first word of all tokens
+// of the page, then the second. Element by element, since another thread may write the partner.
+template <class T>
+inline void write_token(const Attention& a, int64_t slot, int group, const typename T::Element* key,
+                        const typename T::Element* value) {
+  typedef typename T::Element Element;
+  constexpr int w = kPerWord<T>;
+  const int page_size = a.page_size, size = a.head_size, j = int(slot % page_size);
+  const int64_t page = (slot / page_size * a.groups + group) * page_size * size;
+  Element* const keys = static_cast<Element*>(a.key_cache) + page;
+  Element* const values = static_cast<Element*>(a.value_cache) + page;
+  for (int d = 0; d < size; d += w) std::memcpy(keys + int64_t(d) * page_size + j * w, key + d, 4);
+  for (int d = 0; d < size; ++d) values[value_place<T>(j, d, page_size, size)] = value[d];
+}
+
+// Keys and values of sixteen tokens; `stride` words lie between a key's word and its next.
+template <class T>
+struct Part {
+  const typename T::Element *keys, *values;
+  int stride;
+};
+
+// A tile's work for the heads of one group: what it reads.
+struct Task {
+  Tile tile;
+  int group, position0, last_position, first_seen;  // of its queries, and of what any of them sees
+  const int32_t* pages;
+  Task(const Attention& a, const Tile& tile, int group) : tile(tile), group(group) {
+    const int num_queries = a.query_starts[tile.sequence + 1] - a.query_starts[tile.sequence];
+    position0 = a.context_lengths[tile.sequence] - num_queries + tile.token;
+    last_position = position0 + tile.tokens - 1;
+    first_seen = a.window && position0 >= a.window ? position0 - a.window + 1 : 0;
+    pages = a.page_tables + int64_t(tile.sequence) * a.table_width;
+  }
+  int first_block() const { return first_seen / kBlock * kBlock; }
+};
+
+// The part of the positions [first, first + 16), of which those up to the task's last are written.
+template <class T>
+inline Part<T> find_part(const Attention& a, typename T::Element* scratch, const Task& task, int first) {
+  typedef typename T::Element Element;
+  constexpr int w = kPerWord<T>;
+  const int page_size = a.page_size, size = a.head_size;
+  const auto *keys = static_cast<const Element*>(a.key_cache), *values = static_cast<const Element*>(a.value_cache);
+  const auto find = [&](int position) {
+    return (int64_t(task.pages[position / page_size]) * a.groups + task.group) * page_size * size;
+  };
+  if (page_size % kLanes == 0) {
+    const int64_t page = find(first), j = first % page_size;
+    return {keys + page + j * w, values + page + j * size, page_size};
+  }
+  Element *const key = scratch, *const value = scratch + kLanes * size;
+  for (int i = 0; i < kLanes && first + i <= task.last_position; ++i) {
+    const int64_t page = find(first + i);
+    const int j = (first + i) % page_size;
+    for (int d = 0; d < size; d += w)
+      std::memcpy(key + d * kLanes + i * w, keys + page + int64_t(d) * page_size + j * w, 4);
+    for (int d = 0; d < size; ++d)
+      value[value_place<T>(i, d, kLanes, size)] = values[page + value_place<T>(j, d, page_size, size)];
+  }
+  return {key, value, kLanes};
+}
+
+// Both parts of the block at `first`; where there is but one, it is seen twice and hidden once.
+template <class T>
+inline void find_block(Part<T>* parts, const Attention& a, typename T::Element* scratch, const Task& task, int first) {
+  parts[0] = parts[1] = find_part<T>(a, scratch, task, first);
+  if (first + kLanes <= task.last_position)
+    parts[1] = find_part<T>(a, scratch + kBlock * a.head_size, task, first + kLanes);
+}
+
+// Keys or values of a part, into the second-level cache: pages lie anywhere, and the processor
+// itself does not see what comes next. Always inlined, or the compiler takes a function without
+// effects for one without purpose.
+template <class T>
+__attribute__((always_inline)) inline void fetch(const Part<T>& part, bool keys, int size) {
+  for (int d = 0; d < size; d += kPerWord<T>)
+    __builtin_prefetch(keys ? part.keys + int64_t(d) * part.stride : part.values + d * kLanes, 0, 2);
+}
+
+// Cuts every sequence's query tokens into nearly equal tiles of at most kTileRows query rows.
+inline std::vector<Tile> make_tiles(const Attention& a) {
+  const int per_tile = kTileRows / (a.heads / a.groups);
+  std::vector<Tile> tiles;
+  for (int s = 0; s < a.sequences; ++s) {
+    const int64_t queries = a.query_starts[s + 1] - a.query_starts[s], cuts = (queries + per_tile - 1) / per_tile;
+    for (int64_t c = 0, from = 0, to; c < cuts; ++c, from = to)
+      tiles.push_back({s, int(from), int((to = queries * (c + 1) / cuts) - from)});
+  }
+  return tiles;
+}
+
+}  // namespace
