@@ -38,7 +38,6 @@ from engine.types import (
 )
 
 logger = logging.getLogger(__name__)
-
 _STEP_FAILED = "The step that served this request failed: "
 
 
@@ -91,6 +90,7 @@ class Engine:
         self._requests: dict[str, list[Sequence]] = {}  # choices still alive
         self._events: list[Event] = []  # of adds and aborts between steps
         self._tickets = 0
+        self._ended: float | None = None  # when the last step did, if it left work to do
 
     # -- requests ------------------------------------------------------------------------
 
@@ -167,9 +167,9 @@ class Engine:
         A failure before the commit fails only the requests of this step: nothing of theirs
         has been committed, and everybody else's pages were not touched.
         """
-        started = self.clock()
+        started, stats = self.clock(), None
+        before, self._ended = started if self._ended is None else self._ended, None
         plan = self.parts.scheduler.plan()
-        stats = None
         if plan.scheduled:
             try:
                 proposal, judgements, marks = self._propose_and_verify(plan)
@@ -180,12 +180,13 @@ class Engine:
                     self._fail(scheduled.sequence.request.request_id, failure)
             else:
                 verdicts = self._commit(plan, judgements)
-                times = (started, *marks, self.clock())
+                times = (before, started, *marks, self.clock())
                 stats = step_stats(plan, proposal, verdicts, times, self.parts.scheduler)
                 self.parts.planner.observe(plan, verdicts, stats)
                 self._end_complete(plan)
                 found = report(self.parts.planner, self.parts.drafters.names)
                 stats = completed(stats, self.parts.scheduler, found)
+                self._ended = times[-1] if self._requests else None
         events, self._events = self._events, []
         return StepOutput(events, stats)
 
@@ -195,9 +196,8 @@ class Engine:
         """The step up to the verdict, and when planning, drafting and the target's pass ended."""
         parts = self.parts
         now = self.clock()
-        for scheduled in plan.scheduled:
-            if scheduled.sequence.first_scheduled is None:
-                scheduled.sequence.first_scheduled = now
+        for new in [s.sequence for s in plan.scheduled if s.sequence.first_scheduled is None]:
+            new.first_scheduled = now
         lengths = parts.planner.choose(plan)
         planned = self.clock()
         proposal = parts.drafters.propose([s.sequence for s in plan.scheduled], lengths)

@@ -14,17 +14,19 @@ def step_stats(
     plan: StepPlan,
     proposal: DraftProposal,
     verdicts: Seq[Verdict],
-    times: tuple[float, float, float, float, float],
+    times: tuple[float, float, float, float, float, float],
     scheduler: Scheduler,
 ) -> StepStats:
     """Sums up a step.
 
     Args:
-        times: when it started, planning ended, drafting ended, the target's pass ended, and it
-            ended.
+        times: when the step before ended, or this one started if there was no work; when it
+            started, planning ended, drafting ended, the target's pass ended, and it ended. Between
+            steps events are handed over and requests read; where that takes longer than the step
+            itself, something else has held the engine up, and the rest does not count.
         scheduler: as it is before sequences that are complete end.
     """
-    started, planned, drafted, verified, ended = times
+    before, started, planned, drafted, verified, ended = times
     pool = scheduler.pool
     return StepStats(
         seconds=ended - started,
@@ -46,6 +48,7 @@ def step_stats(
         prefix_hit_tokens=plan.prefix_hit_tokens,
         drafter_seconds=proposal.seconds,
         draft_forwards=proposal.forwards,
+        between_seconds=min(started - before, ended - started),
     )
 
 

@@ -144,10 +144,8 @@ class FinishReason(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """Log probabilities at one position, of the model's own (unprocessed) distribution.
-
-    `top` holds the requested number of most likely tokens, best first; the token itself is
-    not added to it.
+    """Log probabilities at one position, of the model's own (unprocessed) distribution; `top` holds
+    as many of the most likely tokens as were requested, best first; the token itself is not added.
     """
 
     token_id: int
@@ -269,6 +267,7 @@ class StepStats:
     plan_seconds: float = 0.0  # scheduling, and choosing drafters and draft lengths
     drafter_seconds: Mapping[str, float] = field(default_factory=dict)  # draft_seconds by drafter
     draft_forwards: int = 0  # passes of draft models
+    between_seconds: float = 0.0  # see `step_stats`
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from engine.control.shield import ShieldedPlanner
 from engine.control.status import describe
 from engine.core import Engine
 from engine.errors import EngineUnavailable, RequestFailed
-from engine.types import SpeculationParams, SpeculationReport
+from engine.types import SpeculationParams, SpeculationReport, StepStats
 from server.speculation import SpeculationStatus
 from tests.drafters import ScriptedDrafter
 from tests.fakes import Run, ask, make_engine, run
@@ -178,18 +179,51 @@ def test_off_reads_about_one_and_each_choice_has_its_own() -> None:
     assert all(value is not None and 0.5 < value <= 1.0 for value in values)
 
 
-def test_the_last_tokens_count() -> None:
-    """A clock that goes by one second a look: every step takes as long, so that the meter's
-    sums can be told from the passes. With one request they are those of the server."""
-    built = make_engine(drafter="none", mode="off")
-    old, now = built.engine, iter(range(10**9))
-    engine = Engine(
+def with_clock(old: Engine, clock: Callable[[], float]) -> Engine:
+    return Engine(
         old.parts,
         max_model_len=old.max_model_len,
         default_drafters=old.default_drafters,
         max_draft=old.max_draft,
-        clock=lambda: float(next(now)),
+        clock=clock,
     )
+
+
+def test_time_between_steps_counts_where_there_was_work() -> None:
+    """A clock that goes by one second a look."""
+    now = 0.0
+
+    def clock() -> float:
+        nonlocal now
+        now += 1.0
+        return now
+
+    engine = with_clock(make_engine(drafter="none", mode="off").engine, clock)
+
+    def step() -> StepStats:
+        stats = engine.step().stats
+        assert stats is not None
+        return stats
+
+    engine.add(ask("r", PROMPT, 4, ignore_eos=True))
+    assert step().between_seconds == 0.0
+    assert step().between_seconds == 1.0
+    now += 1000.0  # another process had the machine
+    held_up = step()
+    assert held_up.between_seconds == held_up.seconds < 10.0
+    assert step().between_seconds == 1.0
+    assert not engine.step().events
+    now += 3.0  # nothing to do
+    engine.add(ask("next", PROMPT, 4, ignore_eos=True))
+    assert step().between_seconds == 0.0
+
+
+def test_the_last_tokens_count() -> None:
+    """A clock that goes by one second a look: every step takes as long, so that the meter's
+    sums can be told from the passes. With one request they are those of the server."""
+    built = make_engine(drafter="none", mode="off")
+    now = iter(range(10**9))
+    engine = with_clock(built.engine, lambda: float(next(now)))
     done = run(dataclasses.replace(built, engine=engine), [ask("r", PROMPT, 12, ignore_eos=True)])
     planner = measuring(engine.parts.planner)
     assert planner is not None

@@ -170,9 +170,14 @@ class AdaptivePlanner:
         learns = self._learns(plain)
         self._plain_steps = self._plain_steps + 1 if plain else 0
         # Costs first: the baseline is measured against their scale, which the first steps set.
+        # What was spent here on the step before is a part of the time between the two.
+        seconds = stats.seconds + max(stats.between_seconds, self._aside)
         if learns:
-            self._learn_costs(step, drafted, stats)
-        gain = self._measure_plain(step, stats, learns) if plain else self._measure(step, stats)
+            self._learn_costs(step, drafted, stats, seconds - self._aside)
+        if plain:
+            gain = self._measure_plain(step, stats, seconds, learns)
+        else:
+            gain = self._measure(step, stats, seconds)
         self._learn_acceptance(step, verdicts)
         self._count(step, verdicts)
         self._aside = self.options.clock() - began
@@ -186,12 +191,13 @@ class AdaptivePlanner:
             return self.steps % _LEARN_OFF == 0
         return self._plain_steps % _LEARN_PLAIN == 0 if plain else self.steps % _LEARN_DRAFTS == 0
 
-    def _measure_plain(self, step: PendingStep, stats: StepStats, learns: bool) -> Gain:
+    def _measure_plain(
+        self, step: PendingStep, stats: StepStats, seconds: float, learns: bool
+    ) -> Gain:
         """Speed-up and account of a step without drafts."""
         aside, self._aside = self._aside, 0.0
         if step.decode.batch == 0 or stats.seconds <= 0.0:
             return Gain()
-        seconds = stats.seconds + aside
         self.typical_context = step.decode.context // step.decode.batch
         spent = min(aside + step.planning_seconds + stats.draft_seconds, seconds)
         if learns and not step.has_prefill:
@@ -203,10 +209,9 @@ class AdaptivePlanner:
         self.guard.observe(step.decode.batch, None)
         return gain
 
-    def _measure(self, step: PendingStep, stats: StepStats) -> Gain:
+    def _measure(self, step: PendingStep, stats: StepStats, seconds: float) -> Gain:
         """Speed-up, guard and account of a step with drafts."""
-        seconds, batch = stats.seconds + self._aside, step.decode.batch
-        self._aside = 0.0
+        batch, self._aside = step.decode.batch, 0.0
         if seconds <= 0.0:
             return Gain()
         gain = self.meter.speculative(step.decode, step.whole, stats.emitted_tokens, seconds)
@@ -218,13 +223,15 @@ class AdaptivePlanner:
         self.typical_context = step.decode.context // batch
         return gain
 
-    def _learn_costs(self, step: PendingStep, drafted: list[int], stats: StepStats) -> None:
+    def _learn_costs(
+        self, step: PendingStep, drafted: list[int], stats: StepStats, seconds: float
+    ) -> None:
         costs, total = self.costs, sum(drafted)
         load = step.load_with_drafts(drafted) if total else step.whole
         costs.target.update(load, stats.verify_seconds)
         phases = stats.verify_seconds + stats.draft_seconds + step.planning_seconds
         depth = max(drafted, default=0)
-        costs.observe_overhead(step.decode.batch, total, depth, stats.seconds - phases)
+        costs.observe_overhead(step.decode.batch, total, depth, seconds - phases)
         for name, lines in step.drafting().items():
             lengths = [step.length(line) for line in lines]
             seconds = stats.drafter_seconds.get(name, stats.draft_seconds)

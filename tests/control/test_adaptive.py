@@ -12,6 +12,7 @@ from engine.cache.pages import TARGET, PageTable
 from engine.control.adaptive import AdaptivePlanner
 from engine.control.baseline import Basis
 from engine.control.decision import Decider, Decision
+from engine.control.latency import Load
 from engine.control.options import Mode, PlannerOptions
 from engine.control.planner import FixedPlanner
 from engine.control.speedup import Gain
@@ -48,13 +49,13 @@ def decodes(*sequences: Sequence, budget: int = 8) -> StepPlan:
     )
 
 
-def make_stats(seconds: float = 0.02, emitted: int = 1) -> StepStats:
+def make_stats(seconds: float = 0.02, emitted: int = 1, between: float = 0.0) -> StepStats:
     return StepStats(
         seconds=seconds, draft_seconds=0.0, verify_seconds=seconds * 0.9,
         sample_seconds=seconds * 0.1, running=1, waiting=0, prefill_tokens=0,
         decode_sequences=1, emitted_tokens=emitted, drafted_by_position=(),
         accepted_by_position=(), pages_used=0, pages_total=1, preemptions=0,
-        prefix_query_tokens=0, prefix_hit_tokens=0,
+        prefix_query_tokens=0, prefix_hit_tokens=0, between_seconds=between,
     )  # fmt: skip
 
 
@@ -232,8 +233,10 @@ def test_a_sequence_that_ended_in_the_step_does_not_come_back() -> None:
     assert planner.acceptance.num_slots == 0
 
 
-def test_what_the_planner_costs_is_charged() -> None:
-    """A clock that advances by a millisecond a look: planning and observing take one each."""
+@pytest.mark.parametrize("between", [0.0, 0.005])
+def test_what_the_planner_costs_is_charged(between: float) -> None:
+    """A clock that advances by a millisecond a look: planning and observing take one each. The
+    latter is a part of the time between two steps."""
     now = 0.0
 
     def clock() -> float:
@@ -244,9 +247,33 @@ def test_what_the_planner_costs_is_charged() -> None:
     planner = replace_options(make_planner(), clock=clock)
     sequence = make_sequence(max_draft=0)
     for _ in range(200):
-        step(planner, decodes(sequence))
+        plan = decodes(sequence)
+        planner.choose(plan)
+        planner.observe(plan, [Verdict([5], 0, 0)], make_stats(between=between))
     # 20 ms a step with choosing in it, and 1 ms of observing the step before.
-    assert planner.meter.speedup().ratio == pytest.approx(19 / 21, abs=0.002)
+    seconds = 0.020 + max(between, 0.001)
+    assert planner.meter.speedup().ratio == pytest.approx(1 - 0.002 / seconds, abs=0.002)
+    plain = planner.baseline.seconds(Load(1, 1, 1, 1, 1))
+    assert plain == pytest.approx(seconds - 0.002, rel=0.05)
+
+
+def test_time_between_steps_is_saved_with_the_steps() -> None:
+    """A draft of one token that takes a fifth of a step and is right every sixth time does not
+    pay, unless as much time again goes by between steps, however many tokens they bring."""
+
+    def drafts(between: float) -> int:
+        planner, sequence, count = planner_for(A10), make_sequence(), 0
+        for number in range(2000):
+            plan = decodes(sequence, budget=1)
+            [length] = planner.choose(plan)
+            accepted = length if number % 6 == 0 else 0
+            stats = make_stats(0.02 * (1 + 0.2 * length), 1 + accepted, between)
+            planner.observe(plan, [Verdict([5] * (1 + accepted), length, accepted)], stats)
+            count += length if number >= 1000 else 0
+        return count
+
+    assert drafts(between=0.0) < 100
+    assert drafts(between=0.02) > 800
 
 
 def test_the_fixed_planner_measures_nothing() -> None:
