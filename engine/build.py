@@ -17,6 +17,7 @@ from engine.calibrate import load_calibration
 from engine.config import EngineConfig, ModelConfig
 from engine.control.adaptive import AdaptivePlanner
 from engine.control.options import Mode, PlannerOptions
+from engine.control.planner import FixedPlanner
 from engine.control.shield import ShieldedPlanner
 from engine.core import Engine, EngineParts
 from engine.draft.drafter import Advisor, Drafter
@@ -246,12 +247,19 @@ def _populate(runners: list[Runner]) -> None:
 
 
 def warm_up(built: BuiltEngine) -> None:
-    """Runs prefill, decode and verify once, so that the first caller does not pay for it.
+    """Runs prefill, decode and verify once, so that the first caller does not pay for it, with a
+    planner of its own: what first calls take says nothing.
 
     Raises:
         ConfigurationError: the model cannot produce a token here.
     """
-    engine, rules = built.engine, built.rules
+    rules = built.rules
+    engine = Engine(
+        replace(built.engine.parts, planner=FixedPlanner()),
+        max_model_len=built.engine.max_model_len,
+        default_drafters=built.engine.default_drafters,
+        max_draft=built.engine.max_draft,
+    )
     room = min(rules.max_model_len, rules.max_cached_tokens)
     prompt = tuple(i % min(7, rules.vocab_size) for i in range(max(1, min(64, room // 2))))
     tokens = min(8, room - len(prompt))
@@ -263,7 +271,7 @@ def warm_up(built: BuiltEngine) -> None:
         if any(type(event).__name__ == "Failed" for event in engine.step().events):
             raise ConfigurationError("the model failed in the warm-up; the log says how.")
     engine.parts.pool.drop_cache()
-    engine.check()
+    built.engine.check()
 
 
 def check_numerics(built: BuiltEngine) -> BuiltEngine:

@@ -10,9 +10,11 @@ import torch
 
 from engine import calibrate
 from engine.batch import Batch
+from engine.build import warm_up
 from engine.cache.pages import PagePool
 from engine.calibrate import PassTimer, load_calibration, passes_version
-from tests.fakes import FakeRunner
+from engine.control.report import measuring
+from tests.fakes import FakeRunner, make_engine
 
 PAGES, PAGE_SIZE = 24, 4
 
@@ -89,3 +91,15 @@ def test_the_version_covers_kernels_and_runners(
         path.write_text("changed")
         versions.add(passes_version())
     assert len(versions) == 7
+
+
+def test_the_warm_up_is_no_experience() -> None:
+    """First calls take long, and a machine that starts several servers is busy."""
+    built = make_engine(drafter="lookup", mode="auto")
+    warm_up(built)
+    planner = measuring(built.engine.parts.planner)
+    assert planner is not None
+    assert (planner.steps, planner.baseline.samples, planner.costs.target.samples) == (0, 0, 0)
+    assert planner.meter.seconds == 0.0
+    assert planner.acceptance.outcomes == 0
+    assert not built.engine.has_work

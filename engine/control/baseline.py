@@ -8,10 +8,12 @@ random share, and forgotten exponentially.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
+from statistics import mean
 
 from engine.control.cells import cell_of
+from engine.control.estimates import low_median
 from engine.control.latency import CostModel, Load
 
 #: Plain steps of one batch size after which its baseline counts as measured.
@@ -22,6 +24,10 @@ _FEWEST = 4
 
 #: Seconds of decoding after which a baseline that was not measured again is stale.
 _STALE_SECONDS = 120.0
+
+#: Of so many samples at first the median counts, with that of other batch sizes: any one may be
+#: a pause, or a first call.
+_FIRST = 5
 
 _GAIN = 0.05
 _OUTLIER = 4.0  # a sample beyond this multiple of the baseline counts as this multiple
@@ -46,6 +52,21 @@ class _Cell:
     count: int = 0
     last: float = 0.0  # on the clock of decoding seconds
     last_step: int = 0
+    first: list[float] = field(default_factory=list)
+
+    def add(self, ratio: float) -> None:
+        """Takes one sample in."""
+        if self.count >= _FIRST:
+            ratio = min(max(ratio, self.ratio / _OUTLIER), self.ratio * _OUTLIER)
+            deviation = ratio - self.ratio
+            self.ratio += max(_GAIN, 1.0 / (self.count + 1)) * deviation
+            self.scatter += max(_GAIN, 1.0 / self.count) * (deviation**2 - self.scatter)
+        else:
+            self.first.append(ratio)
+            self.ratio = low_median(self.first)
+            most = self.ratio * _OUTLIER
+            self.scatter = mean((min(r, most) - self.ratio) ** 2 for r in self.first)
+        self.count += 1
 
 
 class Baseline:
@@ -69,16 +90,13 @@ class Baseline:
 
     def observe(self, load: Load, seconds: float) -> None:
         """Learns from a plain step without prefill."""
-        cell = self._cells.setdefault(cell_of(load.batch), _Cell(self._typical_ratio()))
-        ratio = seconds / self._costs.plain_seconds(load)
-        if cell.count:
-            ratio = min(max(ratio, cell.ratio / _OUTLIER), cell.ratio * _OUTLIER)
-        cell.count += 1
+        cell = self._cells.get(cell_of(load.batch))
+        if cell is None:
+            typical = self._typical_ratio()
+            known = [typical] if self._cells else []
+            cell = self._cells[cell_of(load.batch)] = _Cell(typical, first=known)
+        cell.add(seconds / self._costs.plain_seconds(load))
         cell.last, cell.last_step = self._elapsed, self._steps
-        gain, deviation = max(_GAIN, 1.0 / cell.count), ratio - cell.ratio
-        cell.ratio += gain * deviation
-        if cell.count > 1:
-            cell.scatter += max(_GAIN, 1.0 / (cell.count - 1)) * (deviation**2 - cell.scatter)
         self.samples += 1
 
     def pass_time(self, seconds: float) -> None:

@@ -129,6 +129,21 @@ def test_a_pause_in_a_plain_step_does_not_inflate_the_speed_up() -> None:
     assert baseline.seconds(decode(4)) == pytest.approx(0.02, rel=0.1)
 
 
+@pytest.mark.parametrize("pause", range(4))
+def test_a_pause_among_the_first_steps_does_not_either(pause: int) -> None:
+    """Nor in the first step of another batch size."""
+    baseline = Baseline(CostModel(FLAT, 512))
+    for i in range(4):
+        baseline.observe(decode(4), 5.0 if i == pause else 0.02)
+    assert baseline.known
+    assert baseline.seconds(decode(4)) == pytest.approx(0.02, rel=0.1)
+    baseline.observe(decode(8), 5.0)
+    assert baseline.seconds(decode(8)) == pytest.approx(0.02, rel=0.1)
+    for _ in range(4):
+        baseline.observe(decode(8), 0.03)  # what it really takes is soon believed
+    assert baseline.seconds(decode(8)) == pytest.approx(0.03, rel=0.1)
+
+
 def test_requests_are_measured_each_for_itself() -> None:
     meter = make_meter(batch=2)
     lucky, unlucky = make_sequence(), make_sequence()
