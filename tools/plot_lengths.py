@@ -47,7 +47,8 @@ def main() -> None:
         width = 2.5 if lane == "auto" else 1.2
         axes.errorbar(places, ratios, spread, label=lane, linewidth=width, marker="o", capsize=3)
     axes.set_xscale("log", base=2)
-    axes.set_xticks(streams, [str(n) for n in streams])
+    ticks = sorted({n for points in lanes.values() for n, *_ in points})
+    axes.set_xticks(ticks, [str(n) for n in ticks])
     axes.set_xlabel("concurrent streams")
     axes.set_ylabel("tokens per second over off")
     axes.grid(alpha=0.3)
