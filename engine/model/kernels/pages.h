@@ -31,7 +31,7 @@ struct Attention {
 // Query tokens [token, token + tokens) of one sequence.
 struct Tile { int sequence, token, tokens; };
 
-// Heads side by side in a word of four bytes: two bfloat16 elements, or one float32.
+// Elements in a word of four bytes, the unit of multiplication: two in bfloat16, one in float32.
 template <class T>
 constexpr int kPerWord = 4 / sizeof(typename T::Element);
 
