@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -12,12 +11,10 @@ from pathlib import Path
 import torch
 
 from engine.audit.online import AuditingEngine
-from engine.cache.pages import PRIVATE, TARGET, PagePool
-from engine.calibrate import load_calibration
+from engine.cache.pages import DRAFT, TARGET, PagePool
 from engine.config import EngineConfig, ModelConfig
 from engine.control.adaptive import AdaptivePlanner
 from engine.control.options import Mode, PlannerOptions
-from engine.control.planner import FixedPlanner
 from engine.control.shield import ShieldedPlanner
 from engine.core import Engine, EngineParts
 from engine.draft.drafter import Advisor, Drafter
@@ -31,20 +28,12 @@ from engine.model.loader import LoadedModel, Runner, load_model
 from engine.model.memory import available_memory, logits_bytes, plan_pages
 from engine.model.pairing import check_pair
 from engine.model.selftest import check_invariance
+from engine.prepare import measure, populate, warm_up
 from engine.rules import RequestRules
 from engine.scheduler import Scheduler
-from engine.types import EngineInfo, Request, SamplingParams
+from engine.types import EngineInfo
 
 logger = logging.getLogger(__name__)
-
-#: Index of the draft model's K/V store.
-DRAFT = 1
-
-#: Requests of the warm-up carry this prefix, which no caller's id can have.
-_WARM_UP = "\0warm-up"
-
-#: Seconds a start may wait for the memory of the K/V pages.
-_POPULATE_SECONDS = 5.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +66,7 @@ def build_engine(
         draft = _load_draft_model(config.model, config.speculation.draft_model)
     built = assemble(config, loaded, draft, prepare=True)
     report("Warming up")
-    warm_up(built)
+    warm_up(built.engine, built.rules)
     report("Comparing rows across batch shapes")
     return check_numerics(built)
 
@@ -101,12 +90,12 @@ def assemble(
     models = [loaded] if draft is None else [loaded, draft]
     pool, runners = _make_cache(config, models)
     if prepare:
-        _populate(runners)
+        populate(runners)
     drafters = _make_drafters(config, models, runners, pool)
     portfolio = DrafterPortfolio(drafters, loaded.vocab_size)
     planner = _make_planner(config, portfolio)
     if prepare and planner.options.mode is Mode.AUTO and drafters:
-        planner = _calibrated(planner, config, loaded, runners[TARGET], pool)
+        planner = AdaptivePlanner(measure(planner.options, config, models, runners, pool))
     parts = EngineParts(
         target=runners[TARGET],
         pool=pool,
@@ -218,60 +207,6 @@ def _make_planner(config: EngineConfig, advisor: Advisor) -> AdaptivePlanner:
             advisor=advisor,
         )
     )
-
-
-def _calibrated(
-    planner: AdaptivePlanner,
-    config: EngineConfig,
-    loaded: LoadedModel,
-    target: Runner,
-    pool: PagePool,
-) -> AdaptivePlanner:
-    """The same planner, which knows what a pass costs here."""
-    calibration = load_calibration(
-        config.model.path,
-        str(loaded.shape.dtype),
-        target,
-        pool,
-        most_rows=min(config.scheduler.max_batch_tokens, 256),
-        longest=loaded.max_model_len,
-    )
-    return AdaptivePlanner(replace(planner.options, calibration=calibration))
-
-
-def _populate(runners: list[Runner]) -> None:
-    for runner in runners:
-        store = runner.store
-        tokens = store.populate(_POPULATE_SECONDS / len(runners))
-        logger.info("memory of %d of %d tokens is backed", tokens, store.keys.shape[1])
-
-
-def warm_up(built: BuiltEngine) -> None:
-    """Runs prefill, decode and verify once, so that the first caller does not pay for it, with a
-    planner of its own: what first calls take says nothing.
-
-    Raises:
-        ConfigurationError: the model cannot produce a token here.
-    """
-    rules = built.rules
-    engine = Engine(
-        replace(built.engine.parts, planner=FixedPlanner()),
-        max_model_len=built.engine.max_model_len,
-        default_drafters=built.engine.default_drafters,
-        max_draft=built.engine.max_draft,
-    )
-    room = min(rules.max_model_len, rules.max_cached_tokens)
-    prompt = tuple(i % min(7, rules.vocab_size) for i in range(max(1, min(64, room // 2))))
-    tokens = min(8, room - len(prompt))
-    sampling = SamplingParams(max_tokens=tokens, ignore_eos=True, seed=0)
-    for i in range(2):
-        now = time.monotonic()
-        engine.add(Request(f"{_WARM_UP}{i}", prompt, sampling, cache_salt=PRIVATE, arrival=now))
-    while engine.has_work:
-        if any(type(event).__name__ == "Failed" for event in engine.step().events):
-            raise ConfigurationError("the model failed in the warm-up; the log says how.")
-    engine.parts.pool.drop_cache()
-    built.engine.check()
 
 
 def check_numerics(built: BuiltEngine) -> BuiltEngine:

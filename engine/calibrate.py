@@ -32,7 +32,7 @@ def load_calibration(
     Args:
         model_path: identifies the model.
         dtype: as the engine reports it.
-        runner: the target, its pages unused so far.
+        runner: the model's, its pages unused so far.
         pool: all of its pages free.
         most_rows: most query tokens of a pass.
         longest: most tokens of a sequence.
@@ -77,7 +77,7 @@ class PassTimer:
     the system has yet to find.
 
     Args:
-        runner: the target.
+        runner: the model's.
         pool: has enough free pages.
         sequences: most that a shape may have.
         tokens: most of each sequence, cached and new.

@@ -26,7 +26,7 @@ LAYERS = (
     {"engine.draft"},
     {"engine.control", "engine.judge", "engine.statistics"},
     {"engine.core", "engine.calibrate"},
-    {"engine.audit"},
+    {"engine.audit", "engine.prepare"},
     {"engine.build"},
     {"engine.async_engine", "engine.audit.run"},
     {"server"},

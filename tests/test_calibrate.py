@@ -10,11 +10,15 @@ import torch
 
 from engine import calibrate
 from engine.batch import Batch
-from engine.build import warm_up
 from engine.cache.pages import PagePool
 from engine.calibrate import PassTimer, load_calibration, passes_version
+from engine.config import EngineConfig, ModelConfig, SpeculationConfig
+from engine.control.adaptive import AdaptivePlanner
+from engine.control.options import PlannerOptions
 from engine.control.report import measuring
-from tests.fakes import FakeRunner, make_engine
+from engine.prepare import measure, warm_up
+from tests.drafters import ScriptedDrafter
+from tests.fakes import FakeRunner, load_fake, make_engine
 
 PAGES, PAGE_SIZE = 24, 4
 
@@ -93,13 +97,45 @@ def test_the_version_covers_kernels_and_runners(
     assert len(versions) == 7
 
 
+def test_the_draft_model_is_measured_too(
+    pool: PagePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What its rounds cost is not to be learnt from the first requests."""
+    monkeypatch.setenv("SPECSERVE_HOME", str(tmp_path))
+    target, draft = Recorder(), Recorder()
+    speculation = SpeculationConfig(drafter="model", draft_model=ModelConfig("small"))
+    config = EngineConfig(ModelConfig("large"), speculation=speculation)
+    options = measure(PlannerOptions(8), config, [load_fake()] * 2, [target, draft], pool)
+    assert target.contexts
+    assert draft.contexts
+    assert options.calibration is not None
+    assert options.draft_calibrations["model"].measured
+    assert len(list((tmp_path / "calibration").iterdir())) == 2
+    planner = AdaptivePlanner(options)
+    rounds = options.draft_calibrations["model"].rows_seconds(1)
+    assert planner.costs.draft("model").round_seconds > rounds
+    alone = measure(PlannerOptions(8), config, [load_fake()], [target], pool)
+    assert alone.calibration == options.calibration  # from the cache
+    assert not alone.draft_calibrations
+
+
 def test_the_warm_up_is_no_experience() -> None:
     """First calls take long, and a machine that starts several servers is busy."""
     built = make_engine(drafter="lookup", mode="auto")
-    warm_up(built)
+    warm_up(built.engine, built.rules)
     planner = measuring(built.engine.parts.planner)
     assert planner is not None
     assert (planner.steps, planner.baseline.samples, planner.costs.target.samples) == (0, 0, 0)
     assert planner.meter.seconds == 0.0
     assert planner.acceptance.outcomes == 0
     assert not built.engine.has_work
+
+
+def test_the_warm_up_tries_every_drafter() -> None:
+    """Else the first request that one drafts for pays for its first calls."""
+    first, second = (ScriptedDrafter(lambda _, length: [1] * length) for _ in range(2))
+    second.name = "second"
+    built = make_engine(drafters=(first, second))
+    warm_up(built.engine, built.rules)
+    assert first.proposals > 0
+    assert second.proposals > 0

@@ -22,8 +22,9 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-#: Index of the target model's store; draft models follow.
+#: Index of the target model's store, and of the draft model's.
 TARGET = 0
+DRAFT = 1
 
 #: Salt of sequences that share no page with anybody, and leave none behind for reuse.
 PRIVATE = "\0private"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence as Seq
-from dataclasses import replace
 
 from engine.control.acceptance import AcceptanceModel
 from engine.control.allocate import Margins
@@ -47,7 +46,7 @@ class AdaptivePlanner:
 
     def __init__(self, options: PlannerOptions) -> None:
         self.options = options
-        self.costs = CostModel(options.calibration, options.most_rows)
+        self.costs = CostModel(options.calibration, options.most_rows, options.draft_calibrations)
         self.acceptance = AcceptanceModel(options.depth)
         self.decider = Decider(self.acceptance, self.costs)
         self.baseline = Baseline(self.costs)
@@ -280,9 +279,11 @@ class AdaptivePlanner:
 
 def _only(margins: Margins, lines: list[int]) -> Margins:
     """Those of some lines."""
-    return replace(
-        margins,
-        gain=[margins.gain[line] for line in lines],
+    return Margins(
+        brings=[margins.brings[line] for line in lines],
         price=[margins.price[line] for line in lines],
+        joint=[margins.joint[line] for line in lines],
         promise=[margins.promise[line] for line in lines],
+        drafters=[margins.drafters[line] for line in lines],
+        token_seconds=margins.token_seconds,
     )

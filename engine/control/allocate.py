@@ -3,9 +3,9 @@
 All draft tokens that could be checked, of all sequences, stand in one queue, the likeliest to
 be kept first. Since a token is never likelier than the one before it, every front part of the
 queue gives each sequence the beginning of its draft. Each front part is priced with the
-measured costs, which rise in steps, and the best one wins. This is exact for independent
-outcomes, and nothing depends on the tokens themselves, so every verification rule stays
-lossless.
+measured costs, which rise in steps, and the best one wins. Where the rounds of a draft model
+cost, there is a queue for every number of rounds. This is exact for independent outcomes, and
+nothing depends on the tokens themselves, so every verification rule stays lossless.
 
 Where several drafters may guess for a sequence, there are several such queues: one for each
 drafter alone, and one with the drafter for each sequence that gains most by itself. The best
@@ -58,15 +58,22 @@ class Margins:
     """What one more draft token of each sequence would bring, in seconds.
 
     Attributes:
-        gain: [R] expected; usually negative.
+        brings: [R] expected worth of the token.
         price: [R] expected time it takes, whether it is accepted or not.
-        promise: [R] if the token, once offered, were surely accepted. Where this is not
-            positive, trying teaches nothing of use. Beyond the limit it is -inf.
+        joint: [R] the same where another sequence's token has its drafter called anyway.
+        promise: [R] what there is to gain if all that is offered were surely accepted: by this
+            token, or by longer drafts of everybody, who share calls and rounds. Where this is
+            not positive, trying teaches nothing of use. Beyond the limit it is -inf.
+        drafters: [R] names.
+        token_seconds: what a token is worth.
     """
 
-    gain: list[float]
+    brings: list[float]
     price: list[float]
+    joint: list[float]
     promise: list[float]
+    drafters: list[str]
+    token_seconds: float
 
 
 def allocate(
@@ -101,24 +108,25 @@ def allocate(
     scores = [p.tokens * token_seconds - p.together for p in priced]
     number = max(range(len(scores)), key=lambda n: float(scores[n].max()))
     score, chosen = scores[number], priced[number]
-    best = int(score.argmax())
+    queue, first = divmod(int(score.argmax()), score.shape[1])
+    best = queue, first
     lengths = np.zeros(len(rows.limits), dtype=np.int64)
-    lengths[chosen.lines] = chosen.queue.lengths(best)
+    lengths[chosen.lines] = chosen.queue.lengths(queue, first)
     return Allocation(
         drafters=tuple(sorted({rows.drafters[line] for line in chosen.lines})),
         lengths=lengths,
         tokens=float(chosen.tokens[best]),
         seconds=float(chosen.together[best]),
-        plain_seconds=float(chosen.together[0]),
+        plain_seconds=float(chosen.together[0, 0]),
         token_seconds=token_seconds,
-        saved_seconds=float(score[best] - score[0]),
+        saved_seconds=float(score[best] - score[0, 0]),
         chance=float(chosen.queue.chances[best]),
     )
 
 
 @dataclass(frozen=True, slots=True)
 class _Priced:
-    """The queue of some lines, with expected tokens and seconds of every front part of it."""
+    """The queues of some lines, with expected tokens and seconds of every front part: [C, F]."""
 
     lines: Ints
     queue: Queue
@@ -133,7 +141,8 @@ class _Priced:
 
 
 def _price(rows: Candidates, lines: Ints, decode: Load, whole: Load, costs: CostModel) -> _Priced:
-    queue = Queue(rows if len(lines) == len(rows.limits) else rows.take(lines))
+    own = rows if len(lines) == len(rows.limits) else rows.take(lines)
+    queue = Queue(own, costs, decode)
     aside = costs.overhead(decode.batch) + queue.draft_seconds(costs)
     alone = aside + queue.pass_seconds(costs, decode)
     together = alone if whole == decode else aside + queue.pass_seconds(costs, whole)
@@ -179,13 +188,19 @@ def margins(
     every, index = np.arange(len(lengths)), np.minimum(lengths, rows.limits - 1)
     kept, offer = survival[every, index], rows.offers[every, index]
     before = np.where(lengths > 0, survival[every, np.maximum(index - 1, 0)], 1.0)
-    price = offer * _next_pass_seconds(costs, load, int(lengths.sum()))
-    price += _next_draft_seconds(costs, rows, lengths)
-    promise = offer * before * token_seconds - price
+    checked = offer * _next_pass_seconds(costs, load, int(lengths.sum()))
+    alone, joint = _next_draft_seconds(costs, rows, lengths)
+    promise = offer * before * token_seconds - checked - alone
+    if ((promise <= 0.0) & (lengths == 0)).any():
+        best = _best_case(costs, rows, load, token_seconds)
+        promise = np.where(lengths > 0, promise, np.maximum(promise, best))
     return Margins(
-        gain=(offer * kept * token_seconds - price).tolist(),
-        price=price.tolist(),
+        brings=(offer * kept * token_seconds).tolist(),
+        price=(checked + alone).tolist(),
+        joint=(checked + joint).tolist(),
         promise=np.where(lengths < rows.limits, promise, -np.inf).tolist(),
+        drafters=rows.drafters,
+        token_seconds=token_seconds,
     )
 
 
@@ -196,18 +211,43 @@ def _next_pass_seconds(costs: CostModel, load: Load, level: int) -> float:
     return float(max(table[1] - table[0], (table[4] - table[0]) / 4))
 
 
-def _next_draft_seconds(costs: CostModel, rows: Candidates, lengths: Ints) -> Floats:
-    """[R] what one more draft token of each sequence adds to drafting."""
-    result = np.zeros(len(lengths))
+def _next_draft_seconds(costs: CostModel, rows: Candidates, lengths: Ints) -> tuple[Floats, Floats]:
+    """[R] what one more draft token of each sequence adds to drafting; and what it adds where
+    another sequence drafts its first token in the same step."""
+    alone, joint = np.zeros(len(lengths)), np.zeros(len(lengths))
     for name in set(rows.drafters):
         own = np.array([drafter == name for drafter in rows.drafters])
         drafting, mine = lengths[own & (lengths > 0)], lengths[own]
-        sequences, rounds = len(drafting), int(drafting.max(initial=0))
-        counts = np.empty((3, len(mine) + 1))
-        counts[:, -1] = sequences, rounds, drafting.sum()
-        counts[0, :-1] = sequences + (mine == 0)
-        counts[1, :-1] = np.maximum(mine + 1, rounds)
-        counts[2, :-1] = counts[2, -1] + 1
-        seconds = costs.draft(name).seconds(counts)
-        result[own] = np.maximum(seconds[:-1] - seconds[-1], 0.0)
+        base = np.array([len(drafting), int(drafting.max(initial=0)), int(drafting.sum())])
+        beside = np.array([base[0] + 1, max(base[1], 1), base[2] + 1])
+        for result, (sequences, rounds, tokens) in ((alone, base), (joint, beside)):
+            counts = np.empty((3, len(mine) + 1))
+            counts[:, -1] = sequences, rounds, tokens
+            counts[0, :-1] = sequences + (mine == 0)
+            counts[1, :-1] = np.maximum(mine + 1, rounds)
+            counts[2, :-1] = tokens + 1
+            seconds = costs.draft(name).seconds(counts)
+            result[own] = np.maximum(seconds[:-1] - seconds[-1], 0.0)
+    return alone, np.minimum(alone, joint)
+
+
+def _best_case(costs: CostModel, rows: Candidates, load: Load, token_seconds: float) -> Floats:
+    """[R] what each sequence could gain if all of them drafted with the same drafter, to the best
+    length, and everything that is offered were accepted. One sequence alone may never pay for
+    the rounds of a draft model that many can share."""
+    result = np.empty(len(rows.limits))
+    depth = rows.acceptance.shape[1]
+    depths = np.arange(1, depth + 1)
+    for name in set(rows.drafters):
+        own = rows.of(name)
+        count = len(own)
+        levels = count * depths
+        table = costs.target.table(load, int(levels[-1]))
+        sharing = np.full(depth, float(count))
+        drafting = costs.draft(name).seconds(np.stack((sharing, 1.0 * depths, 1.0 * levels)))
+        each = (table[levels] - table[0] + drafting) / count
+        offered = rows.offers[own].cumsum(axis=1)
+        gain = offered * token_seconds - offered / depths * each
+        gain[depths > rows.limits[own, None]] = -np.inf
+        result[own] = gain.max(axis=1)
     return result

@@ -52,19 +52,35 @@ class Candidates:
         return np.array([i for i, name in enumerate(self.drafters) if name == drafter], dtype=int)
 
 
+#: Longest drafts that are compared where rounds cost.
+_CAPS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
+
+#: Rounds below this share of the pass are not worth counting: that a token is likely decides.
+_CHEAP_ROUND = 0.01
+
+
 class Queue:
     """All draft tokens, best first, and what every front part of them costs.
 
+    Where a drafter's rounds cost, the likeliest tokens may still be the wrong ones: a round pays
+    for many sequences at once, or hardly. So there are several queues, each with the tokens of
+    such drafters up to one length only.
+
     Attributes:
-        gains: expected tokens of every front part, from the empty one on.
-        levels, chances: how many draft tokens there will be, as a distribution on two points:
-            `levels` with probability `chances`, else none. A lookup offers a whole draft or
-            nothing, and costs rise in steps, so the mean alone would mislead. With mean m and
+        gains: [C, F] expected tokens of every front part of each queue, from the empty one on.
+        levels, chances: [C, F] how many draft tokens there will be, as a distribution on two
+            points: `levels` with probability `chances`, else none. A lookup offers a whole draft
+            or nothing, and costs rise in steps, so the mean alone would mislead. With mean m and
             variance v of the number, the point m + v/m keeps both; it is exact for a single
             sequence, and close to the mean for many.
+
+    Args:
+        rows: whose tokens they are.
+        costs: say whose rounds cost.
+        load: of the pass without drafts.
     """
 
-    def __init__(self, rows: Candidates) -> None:
+    def __init__(self, rows: Candidates, costs: CostModel, load: Load) -> None:
         self._rows = rows
         count, depth = rows.acceptance.shape
         offers = rows.offers
@@ -82,47 +98,73 @@ class Queue:
             merit[np.arange(depth) >= rows.limits[:, None]] = -1.0
         order = (-merit).ravel().argsort(kind="stable")[:total]
         self._row, self._depth = np.divmod(order, depth)
-        sums = np.zeros((3, total + 1))
-        parts.reshape(3, -1)[:, order].cumsum(axis=1, out=sums[:, 1:])
+        self._taken = self._take(costs, load, depth)
+        sums = np.zeros((3, 1 if self._taken is None else len(self._taken), total + 1))
+        ordered = parts.reshape(3, 1, -1)[:, :, order]
+        if self._taken is not None:
+            ordered = ordered * self._taken
+        ordered.cumsum(axis=2, out=sums[:, :, 1:])
         self.gains, mean, variance = sums
+        self._counts = self._count(self._taken)
         upper = mean + np.maximum(variance, 0.0) / np.maximum(mean, 1e-12)
-        levels = np.minimum(np.ceil(upper - 1e-9), np.arange(total + 1))
+        levels = np.minimum(np.ceil(upper - 1e-9), self._counts[2])
         self.levels: Ints = levels.astype(np.int64)
         self.chances: Floats = mean / np.maximum(levels, 1.0)
 
-    def lengths(self, first: int) -> Ints:
-        """Draft lengths if the first so many tokens of the queue are taken."""
-        return np.bincount(self._row[:first], minlength=len(self._rows.limits))
+    def lengths(self, queue: int, first: int) -> Ints:
+        """Draft lengths if the first so many tokens of a queue are taken."""
+        taken = self._row[:first]
+        if self._taken is not None:
+            taken = taken[self._taken[queue, :first]]
+        return np.bincount(taken, minlength=len(self._rows.limits))
 
     def pass_seconds(self, costs: CostModel, load: Load) -> Floats:
-        """Seconds of the target's pass, for every front part."""
+        """[C, F] seconds of the target's pass."""
         table = costs.target.table(load, int(self.levels.max()))
         seconds: Floats = table[0] + self.chances * (table[self.levels] - table[0])
         return seconds
 
     def draft_seconds(self, costs: CostModel) -> Floats:
-        """Seconds of drafting and of longer sampling, for every front part."""
+        """[C, F] seconds of drafting and of longer sampling."""
         names = set(self._rows.drafters)
-        counts = self._counts(None)
-        result = costs.extra(self.levels * self.chances, counts[1] * self.chances)
+        result = costs.extra(self.levels * self.chances, self._counts[1] * self.chances)
         if len(names) == 1:
-            result += costs.draft(*names).seconds(counts)
+            result += costs.draft(*names).seconds(self._counts)
         else:
             drafters = np.array(self._rows.drafters)
             for name in names:
-                result += costs.draft(name).seconds(self._counts((drafters == name)[self._row]))
+                own = (drafters == name)[None, self._row]
+                taken = own if self._taken is None else self._taken & own
+                result += costs.draft(name).seconds(self._count(taken))
         if self._rows.backlog is not None:
             seconds = [costs.draft(name).read_seconds for name in self._rows.drafters]
             reading = self._rows.backlog * seconds
-            result[1:] += (reading[self._row] * (self._depth == 0)).cumsum()
+            result[:, 1:] += (reading[self._row] * (self._depth == 0)).cumsum()
         return result
 
-    def _counts(self, own: NDArray[np.bool_] | None) -> Floats:
-        """[3, front parts]: sequences that draft, rounds, tokens; of `own` tokens or all."""
-        counts = np.zeros((3, len(self.levels)))
-        depth = self._depth + 1
-        taken = np.ones_like(depth) if own is None else own.astype(np.int64)
-        (taken * (depth == 1)).cumsum(out=counts[0, 1:])
-        np.maximum.accumulate(taken * depth, out=counts[1, 1:])
-        taken.cumsum(out=counts[2, 1:])
+    def _take(self, costs: CostModel, load: Load, depth: int) -> NDArray[np.bool_] | None:
+        """[C, tokens in order] which tokens each queue holds, all in the last one; None if there
+        is but one queue."""
+        most = _CHEAP_ROUND * float(costs.target.table(load, 0)[0])
+        names = set(self._rows.drafters)
+        dear = {name for name in names if costs.draft(name).round_seconds > most}
+        if not dear:
+            return None
+        caps = np.array([cap for cap in _CAPS if cap < depth] + [depth])
+        taken: NDArray[np.bool_] = self._depth < caps[:, None]
+        if dear != names:
+            free = np.array([name not in dear for name in self._rows.drafters])
+            taken |= free[self._row]
+        return taken
+
+    def _count(self, taken: NDArray[np.bool_] | None) -> Floats:
+        """[3, C, F]: sequences that draft, rounds and tokens of every front part; of the tokens
+        taken, or of all."""
+        first, depth = (self._depth == 0)[None], self._depth[None] + 1
+        if taken is None:
+            taken = np.ones_like(first)
+        counts = np.zeros((3, len(taken), len(self._row) + 1))
+        (taken & first).cumsum(axis=1, out=counts[0, :, 1:])
+        np.maximum.accumulate(taken * depth, axis=1, out=counts[1, :, 1:])
+        taken.cumsum(axis=1, out=counts[2, :, 1:])
         return counts

@@ -100,6 +100,7 @@ class Decider:
         self._quiet = True  # whether nobody was to draft since
         self._like: dict[int, Allocation] = {}  # by number of sequences, the first of those kept
         self._speculating: set[int] = set()  # octaves of batch size
+        self._priced: tuple[Decision, Margins] | None = None  # the last margins asked for
 
     def decide(self, step: PendingStep, number: int) -> Decision:
         """Draft lengths of the lines of a step.
@@ -127,18 +128,30 @@ class Decider:
     def margins(self, decision: Decision, step: PendingStep) -> Margins:
         """Of one more draft token for each line of a decision. Where it would be drafted instead
         of another drafter's, what those are expected to bring is lost."""
-        lengths, rows = np.array(decision.lengths), decision.rows
-        worth = decision.best.token_seconds
-        found = margins(rows, lengths, step.whole, self._costs, worth)
-        kept = (rows.acceptance.cumprod(axis=1) * rows.offers).cumsum(axis=1)
-        brings = np.where(lengths > 0, kept[np.arange(len(lengths)), lengths - 1], 0.0) * worth
-        lost = np.bincount(rows.sequences, weights=brings)[rows.sequences] - brings
+        found = self._margins_of(decision, step)
+        if not any(line.backlog for line in step.lines):
+            return found
         reads = [line.backlog * self._costs.draft(line.drafter).read_seconds for line in step.lines]
         return replace(
             found,
-            gain=(np.array(found.gain) - lost - reads).tolist(),
             price=(np.array(found.price) + reads).tolist(),
+            joint=(np.array(found.joint) + reads).tolist(),
         )
+
+    def _margins_of(self, decision: Decision, step: PendingStep) -> Margins:
+        """Without catching up. Kept as long as the decision is."""
+        if self._priced is not None and self._priced[0] is decision and not step.has_prefill:
+            return self._priced[1]
+        lengths, rows = np.array(decision.lengths), decision.rows
+        worth = decision.best.token_seconds
+        found = margins(rows, lengths, step.whole, self._costs, worth)
+        if any(decision.lengths):
+            kept = (rows.acceptance.cumprod(axis=1) * rows.offers).cumsum(axis=1)
+            brings = np.where(lengths > 0, kept[np.arange(len(lengths)), lengths - 1], 0.0) * worth
+            lost = np.bincount(rows.sequences, weights=brings)[rows.sequences] - brings
+            found = replace(found, brings=(np.array(found.brings) - lost).tolist())
+        self._priced = decision, found
+        return found
 
     def typical(self, drafter: str, batch: int, limit: int, context: int) -> Allocation:
         """What would be planned for a batch of sequences that nothing is known of.

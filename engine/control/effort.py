@@ -12,8 +12,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 #: While resting, every fourth step is decided on all the same; with more sequences every eighth,
-#: twelfth or sixteenth, since they tell as much in fewer steps. Probes are due every fourth step
-#: as well, so that other rounds would miss most of them.
+#: twelfth or sixteenth, since they tell as much in fewer steps, and half as often where next to
+#: nothing is saved. Probes are due every fourth step as well, so that other rounds would miss
+#: most of them.
 _ROUND, _MOST_ROUNDS = 4, 4
 
 _FEWEST = 64  # decisions before anybody rests
@@ -22,6 +23,7 @@ _GAIN_RESTING = 0.25  # of a decision that would save more than usual
 
 #: What is expected comes true in part only: the best-looking estimates are those that err.
 _ASKED = 2.0
+_NEXT_TO_NOTHING = 0.1  # of what deciding takes
 
 
 @dataclass(slots=True)
@@ -36,6 +38,11 @@ class _Range:
     def resting(self) -> bool:
         """Whether deciding does not pay, as far as is known."""
         return self.count >= _FEWEST and self.saved < _ASKED * self.spent
+
+    @property
+    def hopeless(self) -> bool:
+        """Whether it brings next to nothing."""
+        return self.saved < _NEXT_TO_NOTHING * self.spent
 
 
 @dataclass(slots=True)
@@ -55,6 +62,8 @@ class Effort:
         if record is None or not record.resting:
             return False
         rounds = min(max(1, batch // _ROUND), _MOST_ROUNDS)
+        if record.hopeless:
+            rounds *= 2
         return step % (_ROUND * rounds) != 0
 
     def note(self, batch: int, spent: float, saved: float) -> None:

@@ -3,7 +3,8 @@
 Two things go stale when the planner follows its estimates: the acceptance of sequences that do
 not draft, and the cost of plain steps while all do. A *probe* gives one sequence one draft
 token more than planned; a *shadow* step drafts nothing. Both are charged, at the loss that is
-predicted for them, to an account that fills with one per cent of the time that passes.
+predicted for them, to an account that fills with one per cent of the time that passes; a probe
+that is accepted gets back what its token was worth.
 """
 
 from __future__ import annotations
@@ -70,6 +71,11 @@ class Account:
         self.spent += loss
         return True
 
+    def give_back(self, seconds: float) -> None:
+        """What was taken for a loss, and was none."""
+        self.credit += seconds
+        self.spent -= seconds
+
 
 class Explorer:
     """Decides on probes and shadow steps.
@@ -85,6 +91,7 @@ class Explorer:
         self._pause = _PAUSE
         self._saving_for = 0.0  # the loss that the account could not pay last
         self._eager: set[Sequence] = set()  # whose last probe succeeded
+        self._at_stake: dict[Sequence, float] = {}  # paid for probes that may yet be worth it
 
     def shadow(self, samples: int, age: int, loss: float | None) -> bool:
         """Whether this step should be plain although drafts would pay.
@@ -117,7 +124,12 @@ class Explorer:
     def probes(
         self, step: int, sequences: Seq[Sequence], lengths: Seq[int], margins: Margins
     ) -> list[int]:
-        """Which sequences get one draft token more; at most one in eight.
+        """Which sequences get one draft token more, all from one drafter.
+
+        Who was last right comes first, as soon as there is credit. Others wait until there is
+        enough for a group, since a draft model's round costs about the same for one and for
+        many: it grows to one in eight of the sequences, and beyond until its members cost as
+        much again as the first of them alone.
 
         Args:
             step: number of this step.
@@ -125,36 +137,65 @@ class Explorer:
             lengths: planned for them.
             margins: of one more token.
         """
+        group, losses = self._group(step, sequences, margins)
+        self._saving_for = 0.0
+        eager = bool(group) and sequences[group[0]] in self._eager
+        if not eager and sum(losses) > self.account.credit:
+            self._saving_for = sum(losses)
+            return []
+        chosen: list[int] = []
+        for i, loss in zip(group, losses, strict=True):
+            if not self.account.take(loss):
+                self._saving_for = 0.0 if chosen else loss
+                break
+            chosen.append(i)
+            surplus = margins.token_seconds - margins.brings[i]
+            self._at_stake[sequences[i]] = min(loss, max(surplus, 0.0))
+        for i in chosen:
+            self._wait(sequences[i], step, drafting=lengths[i] > 0)
+        if chosen:
+            self._pause = min(2 * self._pause, _LONGEST_PAUSE)
+        return chosen
+
+    def _group(
+        self, step: int, sequences: Seq[Sequence], margins: Margins
+    ) -> tuple[list[int], list[float]]:
+        """Sequences to be probed together, and the loss that is predicted for each."""
         due = [
             i
             for i, promise in enumerate(margins.promise)
             if promise > 0.0 and self._due.get(sequences[i], 0) <= step
         ]
-        due.sort(key=lambda i: self._due.get(sequences[i], 0))
-        chosen: list[int] = []
-        self._saving_for = 0.0
+        due.sort(key=lambda i: (sequences[i] not in self._eager, self._due.get(sequences[i], 0)))
+        group: list[int] = []
+        losses: list[float] = []
+        first = others = 0.0  # prices
         for i in due:
-            if len(chosen) > len(sequences) // 8:
-                break
-            # A prediction of no loss at all may be what is wrong.
-            loss = max(-margins.gain[i], _LEAST_LOSS * margins.price[i])
-            if loss > self.account.most:  # a long text to catch up with must not block the rest
+            price = margins.joint[i] if group else margins.price[i]
+            if group and margins.drafters[i] != margins.drafters[group[0]]:
                 continue
-            if not self.account.take(loss):
-                self._saving_for = loss
+            # A prediction of no loss at all may be what is wrong.
+            loss = max(price - margins.brings[i], _LEAST_LOSS * price)
+            if sum(losses) + loss > self.account.most:
+                continue  # a long text to catch up with must not block the rest
+            if group and len(group) > len(sequences) // 8 and others + price > first:
                 break
-            self._wait(sequences[i], step, drafting=lengths[i] > 0)
-            chosen.append(i)
-        return chosen
+            if group:
+                others += price
+            else:
+                first = price
+            group.append(i)
+            losses.append(loss)
+        return group, losses
 
     def _wait(self, sequence: Sequence, step: int, drafting: bool) -> None:
         """Until a sequence is probed again, should the probe of this step fail."""
         self._eager.discard(sequence)
         self._due[sequence] = step + (_PAUSE_DRAFTING if drafting else self._pause)
-        self._pause = min(2 * self._pause, _LONGEST_PAUSE)
 
     def succeeded(self, sequence: Sequence, step: int) -> None:
-        """A probe was accepted: the next one need not wait."""
+        """A probe was accepted: it has brought a token, and the next one need not wait."""
+        self.account.give_back(self._at_stake.pop(sequence, 0.0))
         self._due[sequence] = step + 1
         self._pause = _PAUSE
         self._eager.add(sequence)
@@ -167,6 +208,7 @@ class Explorer:
     def release(self, sequence: Sequence) -> None:
         """Forgets a sequence."""
         self._due.pop(sequence, None)
+        self._at_stake.pop(sequence, None)
         self._eager.discard(sequence)
 
     @property

@@ -14,6 +14,7 @@ ratio from the nearest that were. The finished table never falls.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -176,10 +177,22 @@ class PassTime:
 
 
 class CostModel:
-    """All of a step's times."""
+    """All of a step's times.
 
-    def __init__(self, calibration: Calibration | None = None, most_rows: int = 4096) -> None:
+    Args:
+        calibration: of the target; None = its scale is unknown.
+        most_rows: most query tokens of a pass.
+        draft_calibrations: of the models that drafters run, by drafter.
+    """
+
+    def __init__(
+        self,
+        calibration: Calibration | None = None,
+        most_rows: int = 4096,
+        draft_calibrations: Mapping[str, Calibration] | None = None,
+    ) -> None:
         self.target = PassTime(calibration or ASSUMED, most_rows)
+        self._draft_calibrations = draft_calibrations or {}
         self.drafts: dict[str, DraftTime] = {}
         self._overhead = NonNegativeLinear((2e-4, 5e-5))  # plain: per step, per sequence
         self._extra = NonNegativeLinear((1e-5, 1e-5))  # speculative: per draft token, per depth
@@ -187,7 +200,7 @@ class CostModel:
     def draft(self, drafter: str) -> DraftTime:
         """The times of one drafter."""
         if drafter not in self.drafts:
-            self.drafts[drafter] = DraftTime()
+            self.drafts[drafter] = DraftTime(self._draft_calibrations.get(drafter))
         return self.drafts[drafter]
 
     def overhead(self, batch: int) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -28,6 +28,7 @@ class PlannerOptions:
         most_rows: most query tokens of a pass.
         mode: server-wide.
         calibration: of this machine; None = learn from scratch.
+        draft_calibrations: the same for the models of drafters that run one, by drafter.
         advisor: what drafters know before they draft.
         seed: of the lottery for shadow steps.
         clock: monotonic seconds.
@@ -37,6 +38,7 @@ class PlannerOptions:
     most_rows: int = 4096
     mode: Mode = Mode.AUTO
     calibration: Calibration | None = None
+    draft_calibrations: Mapping[str, Calibration] = field(default_factory=dict)
     advisor: Advisor = field(default_factory=NoAdvice)
     seed: int = 0
     clock: Callable[[], float] = time.perf_counter

@@ -11,7 +11,7 @@ import math
 import random
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from engine.cache.pages import TARGET, PageTable
 from engine.control.adaptive import AdaptivePlanner
@@ -37,7 +37,7 @@ class Machine:
         curve: of the pass by query tokens.
         context: per cached token read.
         sequence: per sequence in the pass.
-        draft: (per call, per sequence, per round).
+        draft: (per call, per sequence, per round); with rounds it is a model that drafts.
         overhead: (per step, per row of logits).
         noise: relative standard deviation of a pass.
         pauses: probability of a pass that takes twenty times as long.
@@ -51,6 +51,10 @@ class Machine:
     noise: float = 0.02
     pauses: float = 0.0
 
+    @property
+    def drafter(self) -> str:
+        return "model" if self.draft[2] else "lookup"
+
     def pass_seconds(self, rows: int, sequences: int, context: int) -> float:
         return self.curve(rows) + self.sequence * sequences + self.context * context
 
@@ -62,6 +66,12 @@ class Machine:
             measure,
             most_rows=most_rows, most_sequences=64, long_context=1024, seconds=1e9,
         )  # fmt: skip
+
+    def calibrate_drafts(self) -> dict[str, Calibration]:
+        if self.drafter != "model":
+            return {}
+        # What a round takes besides its pass is left to be learnt.
+        return {"model": Calibration(((1, 0.9 * self.draft[2]),), 0.0, 0.0, 0.0)}
 
 
 def _h200(rows: int) -> float:
@@ -85,6 +95,14 @@ H200 = Machine(_h200, context=3e-8, overhead=(8e-4, 1e-5))
 A10 = Machine(_a10, context=1e-7, overhead=(8e-4, 1e-5))
 LAPTOP = Machine(_laptop, context=1.2e-6, sequence=1e-4)
 MACHINES = {"h200": H200, "a10": A10, "laptop": LAPTOP}
+
+#: The same machines with a draft model of a tenth to a fifth of the target: rounds cost, and all
+#: sequences that draft share them.
+WITH_DRAFT_MODEL = {
+    "h200, draft model": replace(H200, draft=(2e-4, 1e-5, 5e-4)),
+    "a10, draft model": replace(A10, draft=(3e-4, 1e-5, 1e-3)),
+    "laptop, draft model": replace(LAPTOP, draft=(3e-4, 6e-5, 2.5e-3)),
+}
 
 #: (stream, position) -> (probability that a draft token there is right, that one is offered).
 Text = Callable[[int, int], tuple[float, float]]
@@ -167,7 +185,7 @@ class World:
         name = f"stream-{self._streams}"
         request = Request(name, (1,) * PROMPT, SamplingParams(max_tokens=self.length))
         sequence = Sequence(
-            request, 0, self._streams, 0, PageTable(""), "lookup", self.max_draft,
+            request, 0, self._streams, 0, PageTable(""), self.machine.drafter, self.max_draft,
             PROMPT + self.length,
         )  # fmt: skip
         sequence.append([0])
@@ -250,6 +268,7 @@ def planner_for(
         most_rows=512,
         mode=mode,
         calibration=machine.calibrate() if calibrated else None,
+        draft_calibrations=machine.calibrate_drafts() if calibrated else {},
         clock=lambda: 0.0,
     )
     return AdaptivePlanner(options)

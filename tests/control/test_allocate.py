@@ -14,6 +14,7 @@ from engine.control.candidates import Candidates
 from engine.control.latency import CostModel, Load
 
 LINEAR = Calibration(((1, 0.010), (513, 0.010 + 512 * 0.001)), 0.0, 0.0, 0.0)
+FLAT = Calibration(((1, 0.010), (512, 0.0101)), 0.0, 0.0, 0.0)
 STEPS = Calibration(((1, 0.01), (4, 0.01), (5, 0.02), (8, 0.02), (9, 0.03), (512, 0.03)), 0, 0, 0)
 
 
@@ -21,10 +22,12 @@ def decode(batch: int) -> Load:
     return Load(batch, batch, batch, 0, 0)
 
 
-def candidates(acceptance: list[list[float]], offers: float = 1.0, limit: int = 3) -> Candidates:
+def candidates(
+    acceptance: list[list[float]], offers: float = 1.0, limit: int = 3, drafter: str = "lookup"
+) -> Candidates:
     array = np.array(acceptance)
     return Candidates(
-        array, np.full_like(array, offers), np.full(len(array), limit), ["lookup"] * len(array)
+        array, np.full_like(array, offers), np.full(len(array), limit), [drafter] * len(array)
     )
 
 
@@ -37,7 +40,7 @@ def worth(rows: Candidates, lengths: tuple[int, ...], costs: CostModel) -> float
     seconds = float(costs.target.table(decode(batch), total)[total]) + costs.overhead(batch)
     if total:
         drafting = [k for k in lengths if k]
-        seconds += costs.draft("lookup").seconds_of(drafting)
+        seconds += costs.draft(rows.drafters[0]).seconds_of(drafting)
         seconds += float(costs.extra(np.array([total]), np.array([max(lengths)]))[0])
     return float(tokens / seconds)
 
@@ -54,6 +57,23 @@ def test_it_is_the_best_of_all_ragged_choices(curve: Calibration, seed: int) -> 
     # Draft rounds and calls are priced along one queue, so a hair may be left.
     assert chosen >= max(every) * (1 - 1e-3)
     assert best.tokens / best.seconds == pytest.approx(chosen)
+
+
+#: A round of the draft model takes as much as two to five query tokens.
+ROUNDS = {"model": Calibration(((1, 2e-3), (64, 8e-3)), 0.0, 0.0, 0.0)}
+
+
+@pytest.mark.parametrize("curve", [FLAT, LINEAR, STEPS])
+@pytest.mark.parametrize("seed", range(12))
+def test_rounds_that_cost_are_worth_it_together(curve: Calibration, seed: int) -> None:
+    """The likeliest tokens, all of one sequence, may each cost a round that many could share."""
+    rng = random.Random(seed)
+    rows = candidates([[rng.uniform(0.05, 0.95)] * 3 for _ in range(5)], drafter="model")
+    costs = CostModel(curve, 512, ROUNDS)
+    best = allocate(rows, decode(5), decode(5), costs)
+    every = [worth(rows, lengths, costs) for lengths in product(range(4), repeat=5)]
+    # What a round takes depends on how many are in it, which the queues do not look at.
+    assert worth(rows, tuple(best.lengths.tolist()), costs) >= max(every) * (1 - 5e-3)
 
 
 def plan_for(
@@ -134,10 +154,27 @@ def test_margins_price_the_next_token() -> None:
     costs = CostModel(LINEAR, 512)
     best = allocate(rows, decode(2), decode(2), costs)
     next_token = margins(rows, best.lengths, decode(2), costs, best.token_seconds)
-    assert next_token.gain[1] < 0 < next_token.promise[1]  # a probe loses, but could have won
+    # A probe loses, but could have won.
+    assert next_token.brings[1] < next_token.price[1]
+    assert next_token.promise[1] > 0
     assert next_token.price[1] == pytest.approx(0.001, rel=0.1)
     at_limit = margins(rows, rows.limits, decode(2), costs, best.token_seconds)
     assert at_limit.promise == [-np.inf, -np.inf]
     steep = CostModel(Calibration(((1, 0.01), (512, 5.12)), 0, 0, 0), 512)
     hopeless = margins(rows, np.array([0, 0]), decode(2), steep, 0.008)
     assert max(hopeless.promise) < 0  # not even a sure hit would pay
+
+
+def test_a_probe_promises_what_all_could_gain_together() -> None:
+    """One right token does not pay for a round of a draft model; eight do."""
+    costs = CostModel(FLAT, 512, ROUNDS)
+    for batch, promising in ((1, True), (8, True), (64, True)):
+        rows = candidates([[0.01] * 8] * batch, limit=8, drafter="model")
+        found = margins(rows, np.zeros(batch, dtype=int), decode(batch), costs, 0.010 / batch)
+        assert (found.price[0] > 0.010 / batch) == (batch > 1)
+        assert (min(found.promise) > 0) == promising
+        assert found.joint[0] < 0.3 * found.price[0]
+    dear = CostModel(FLAT, 512, {"model": Calibration(((1, 0.02), (64, 0.04)), 0.0, 0.0, 0.0)})
+    rows = candidates([[0.01] * 8] * 8, limit=8, drafter="model")
+    hopeless = margins(rows, np.zeros(8, dtype=int), decode(8), dear, 0.010 / 8)
+    assert max(hopeless.promise) < 0  # as dear as the target: not even if all were right

@@ -18,9 +18,13 @@ def worked(effort: Effort, batch: int, steps: range, spent: float, saved: float)
 def test_it_rests_most_steps_where_deciding_does_not_pay() -> None:
     for batch, every in ((1, 4), (7, 4), (9, 8), (15, 12), (32, 16)):
         effort = Effort()
-        assert worked(effort, batch, range(64), spent=1e-3, saved=0.0) == 64
+        assert worked(effort, batch, range(64), spent=1e-3, saved=1e-3) == 64
         rests = [effort.rests(batch, step) for step in range(64, 464)]
         assert rests == [step % every != 0 for step in range(64, 464)]
+        effort = Effort()
+        assert worked(effort, batch, range(64), spent=1e-3, saved=1e-5) == 64
+        rests = [effort.rests(batch, step) for step in range(64, 464)]
+        assert rests == [step % (2 * every) != 0 for step in range(64, 464)]  # next to nothing
 
 
 def test_it_never_rests_where_deciding_pays() -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
+
 from engine.cache.pages import PageTable
 from engine.control.allocate import Margins
 from engine.control.explore import Explorer
@@ -16,8 +20,16 @@ def make_sequences(count: int) -> list[Sequence]:
     ]
 
 
-def losing(count: int, loss: float) -> Margins:
-    return Margins(gain=[-loss] * count, price=[loss] * count, promise=[1.0] * count)
+def losing(count: int, loss: float, joint: float | None = None, worth: float = 0.0) -> Margins:
+    """Probes that bring nothing as far as is known."""
+    return Margins(
+        brings=[0.0] * count,
+        price=[loss] * count,
+        joint=[loss if joint is None else joint] * count,
+        promise=[1.0] * count,
+        drafters=["model"] * count,
+        token_seconds=worth,
+    )
 
 
 def test_probes_cost_at_most_one_per_cent() -> None:
@@ -74,7 +86,7 @@ def test_who_can_never_be_paid_for_does_not_hold_up_the_others() -> None:
     explorer, sequences = Explorer(), make_sequences(2)
     for _ in range(10_000):
         explorer.account.pass_time(0.01, 0.01)
-    dear = Margins(gain=[-1.0, -0.01], price=[1.0, 0.01], promise=[1.0, 1.0])
+    dear = replace(losing(2, 0.01), price=[1.0, 0.01], joint=[1.0, 0.01])
     assert explorer.probes(4, sequences, [0, 0], dear) == [1]
 
 
@@ -101,7 +113,7 @@ def test_success_is_followed_up_at_once() -> None:
 def test_what_cannot_pay_is_never_tried() -> None:
     explorer, sequences = Explorer(), make_sequences(1)
     explorer.account.pass_time(1.0, 1.0)
-    hopeless = Margins(gain=[-0.01], price=[0.02], promise=[-0.001])
+    hopeless = replace(losing(1, 0.02), promise=[-0.001])
     assert explorer.probes(4, sequences, [0], hopeless) == []
 
 
@@ -109,7 +121,7 @@ def test_a_probe_is_never_quite_free() -> None:
     """If the model says that drafts cost nothing, it may be the model that is wrong."""
     explorer, sequences = Explorer(), make_sequences(1)
     explorer.account.pass_time(0.01, 0.01)
-    free = Margins(gain=[0.001], price=[0.004], promise=[0.01])
+    free = replace(losing(1, 0.004), brings=[0.005])
     assert explorer.probes(4, sequences, [0], free) == [0]
     assert explorer.account.spent == 0.001
 
@@ -150,3 +162,49 @@ def test_it_forgets_who_has_left() -> None:
         explorer.release(sequence)
     assert explorer.num_sequences == 0
     assert not explorer._eager
+
+
+def test_a_draft_models_round_is_shared() -> None:
+    """Once it is called, further sequences are tried until they cost as much again."""
+    explorer, sequences = Explorer(), make_sequences(16)
+    for _ in range(10_000):
+        explorer.account.pass_time(0.1, 0.1)
+    group = explorer.probes(4, sequences, [0] * 16, losing(16, 0.07, joint=0.01))
+    assert len(group) == 1 + 7
+    assert explorer.account.spent == pytest.approx(0.14)
+    again = explorer.probes(8, sequences, [0] * 16, losing(16, 0.07, joint=0.01))
+    assert not set(group) & set(again)
+
+
+def test_a_group_waits_until_it_can_be_paid_as_a_whole() -> None:
+    """Else the first would use up what there is, time and again, and never share."""
+    explorer, sequences = Explorer(), make_sequences(8)
+    explorer.account.pass_time(0.1, 0.1)
+    explorer.account.credit = 0.1
+    assert explorer.probes(4, sequences, [0] * 8, losing(8, 0.07, joint=0.01)) == []
+    assert not explorer.any_due(8, sequences)
+    explorer.account.credit = 0.141
+    assert explorer.any_due(8, sequences)
+    assert len(explorer.probes(8, sequences, [0] * 8, losing(8, 0.07, joint=0.01))) == 8
+
+
+def test_only_one_drafter_is_probed_at_a_time() -> None:
+    explorer, sequences = Explorer(), make_sequences(4)
+    explorer.account.pass_time(0.1, 0.1)
+    both = replace(losing(4, 0.07, joint=0.01), drafters=["a", "b", "a", "b"])
+    assert explorer.probes(4, sequences, [0] * 4, both) == [0, 2]
+    assert explorer.probes(8, sequences, [0] * 4, both) == [1, 3]
+
+
+def test_a_probe_that_was_right_gets_back_what_it_brought() -> None:
+    explorer, sequences = Explorer(), make_sequences(1)
+    explorer.account.pass_time(0.1, 0.1)
+    before = explorer.account.credit
+    assert explorer.probes(4, sequences, [0], losing(1, 0.03, worth=0.02)) == [0]
+    explorer.succeeded(sequences[0], 4)
+    assert explorer.account.spent == pytest.approx(0.01)
+    assert explorer.account.credit == pytest.approx(before - 0.01)
+    assert explorer.probes(5, sequences, [0], losing(1, 0.03, worth=0.05)) == [0]
+    explorer.succeeded(sequences[0], 5)  # never more than was paid
+    explorer.succeeded(sequences[0], 6)  # and but once
+    assert explorer.account.spent == pytest.approx(0.01)

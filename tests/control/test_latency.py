@@ -122,6 +122,36 @@ def test_draft_rounds_of_a_model_are_learnt_from_totals() -> None:
     assert drafter.seconds(counts)[1] == pytest.approx(drafter.seconds_of([6]))
 
 
+#: A draft model's pass: 1 ms for one sequence, 3 ms for 21.
+SMALL = Calibration(((1, 1e-3), (21, 3e-3)), 0.0, 0.0, 0.0)
+
+
+def test_rounds_of_a_measured_model_are_known_before_the_first() -> None:
+    drafter = DraftTime(SMALL)
+    around = 2e-4  # of putting batches together
+    assert drafter.seconds_of([1]) == pytest.approx(1e-3, abs=around)
+    assert drafter.seconds_of([4]) == pytest.approx(4e-3, abs=4 * around)
+    assert drafter.seconds_of([4] * 11) == pytest.approx(4 * 2e-3, abs=7 * around)
+    # Sequences leave a round when their draft is long enough.
+    assert drafter.seconds_of([4, 1]) < drafter.seconds_of([4, 4])
+    counts = np.array([[[0.0, 1.0], [1.0, 11.0]], [[0.0, 4.0], [1.0, 4.0]], [[0.0, 4], [1, 44]]])
+    expected = [[0.0, drafter.seconds_of([4])], [drafter.seconds_of([1])] * 2]
+    expected[1][1] = drafter.seconds_of([4] * 11)
+    assert drafter.seconds(counts) == pytest.approx(np.array(expected))
+    assert drafter.read_seconds == pytest.approx(1e-4, rel=0.2)
+
+
+def test_a_measured_model_that_is_slower_in_service_is_followed() -> None:
+    """Samples of one kind must not spoil what is known of the others."""
+    drafter, known = DraftTime(SMALL), DraftTime(SMALL)
+    for _ in range(60):
+        drafter.update([2] * 8, 1.5 * known.seconds_of([2] * 8))
+    for lengths in ([1], [8], [2] * 8, [8] * 8, [3] * 20):
+        assert drafter.seconds_of(lengths) == pytest.approx(
+            1.5 * known.seconds_of(lengths), rel=0.1
+        )
+
+
 def test_what_catching_up_takes_is_not_mistaken_for_drafting() -> None:
     """Long reads come rarely, and two drafters have times of their own."""
     costs = CostModel()

@@ -15,6 +15,7 @@ from tests.control.simulator import (
     H200,
     LAPTOP,
     MACHINES,
+    WITH_DRAFT_MODEL,
     Fixed,
     Machine,
     Text,
@@ -34,6 +35,8 @@ TEXTS: dict[str, Text] = {
     "mixed": mixed,
 }
 
+ALL_MACHINES = MACHINES | WITH_DRAFT_MODEL
+
 LENGTHS = (0, 1, 2, 3, 4, 6, 8)
 
 
@@ -43,14 +46,17 @@ def seconds_of_fixed(machine: Machine, text: Text, batch: int, tokens: int) -> d
 
 @pytest.mark.parametrize("batch", [1, 8, 32])
 @pytest.mark.parametrize("text", TEXTS)
-@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("name", ALL_MACHINES)
 def test_regret_against_the_best_fixed_length_in_hindsight(
-    machine: str, text: str, batch: int
+    name: str, text: str, batch: int
 ) -> None:
-    tokens = {1: 4000, 8: 1500 * 8, 32: 700 * 32}[batch]
-    fixed = seconds_of_fixed(MACHINES[machine], TEXTS[text], batch, tokens)
-    log = World(MACHINES[machine], TEXTS[text], batch).run(planner_for(MACHINES[machine]), tokens)
-    assert log.seconds < 1.03 * min(fixed.values())
+    tokens, machine = {1: 4000, 8: 1500 * 8, 32: 700 * 32}[batch], ALL_MACHINES[name]
+    fixed = seconds_of_fixed(machine, TEXTS[text], batch, tokens)
+    log = World(machine, TEXTS[text], batch).run(planner_for(machine), tokens)
+    # Of a draft model, whoever seemed to be wrong must be tried again; with so many sequences,
+    # each of which changes every sixty tokens, that takes its time.
+    hard = name in WITH_DRAFT_MODEL and text == "bursty" and batch == 32
+    assert log.seconds < (1.05 if hard else 1.03) * min(fixed.values())
     assert log.seconds < 1.02 * fixed[0]
 
 
@@ -61,11 +67,12 @@ def test_it_beats_every_fixed_length_where_sequences_differ(machine: str) -> Non
     assert log.seconds < 0.98 * min(fixed.values())
 
 
-@pytest.mark.parametrize("machine", MACHINES)
-def test_it_learns_a_machine_that_was_never_calibrated(machine: str) -> None:
-    fixed = seconds_of_fixed(MACHINES[machine], bursty, 4, 8000)
-    planner = planner_for(MACHINES[machine], calibrated=False)
-    log = World(MACHINES[machine], bursty, 4).run(planner, 8000)
+@pytest.mark.parametrize("name", ALL_MACHINES)
+def test_it_learns_a_machine_that_was_never_calibrated(name: str) -> None:
+    machine = ALL_MACHINES[name]
+    fixed = seconds_of_fixed(machine, bursty, 4, 8000)
+    planner = planner_for(machine, calibrated=False)
+    log = World(machine, bursty, 4).run(planner, 8000)
     assert log.seconds < 1.05 * min(fixed.values())
 
 
@@ -103,6 +110,31 @@ def test_it_is_not_stuck_at_nothing() -> None:
     assert sum(log.lengths[60:]) / len(log.lengths[60:]) > 2
 
 
+@pytest.mark.parametrize("batch", [1, 8, 32])
+@pytest.mark.parametrize("name", WITH_DRAFT_MODEL)
+def test_texts_that_become_easy_are_noticed_in_time_to_pay(name: str, batch: int) -> None:
+    """Each of them: wrong for 150 tokens, then right for 250."""
+    machine, text, tokens = WITH_DRAFT_MODEL[name], switching(0.0, 0.9, at=150), 1200 * batch
+    best = min(seconds_of_fixed(machine, text, batch, tokens).values())
+    assert World(machine, text, batch).run(planner_for(machine), tokens).seconds < 1.03 * best
+
+
+@pytest.mark.parametrize("batch", [1, 8, 32])
+@pytest.mark.parametrize("name", WITH_DRAFT_MODEL)
+def test_it_is_not_stuck_where_only_many_sequences_together_can_pay(name: str, batch: int) -> None:
+    """A round of a draft model is too dear for the one draft token of a probe, however right."""
+    machine = WITH_DRAFT_MODEL[name]
+    planner = planner_for(machine)
+    World(machine, constant(0.0), batch).run(planner, 800 * batch)
+    easy, length = World(machine, constant(0.95), batch, seed=2), 900
+    easy.length = length
+    log = easy.run(planner, length * batch)
+    best = min(seconds_of_fixed(machine, constant(0.95), batch, length * batch).values())
+    plain = World(machine, constant(0.95), batch).run(Fixed(0), length * batch).seconds
+    # A good part of what there is to gain, although it starts from nothing.
+    assert plain - log.seconds > 0.3 * (plain - best)
+
+
 @pytest.mark.parametrize("batch", [1, 16])
 @pytest.mark.parametrize("acceptance", [0.22, 0.3, 0.5, 0.65])
 def test_it_does_not_oscillate(acceptance: float, batch: int) -> None:
@@ -117,7 +149,7 @@ def test_it_does_not_oscillate(acceptance: float, batch: int) -> None:
 
 
 def test_always_wrong_costs_at_most_two_per_cent_even_with_short_requests() -> None:
-    for machine in MACHINES.values():
+    for machine in ALL_MACHINES.values():
         seconds = []
         for planner in (Fixed(0), planner_for(machine)):
             world = World(machine, constant(0.0), 4)
@@ -189,7 +221,7 @@ def test_a_machine_that_slows_down_is_not_mistaken_for_a_bad_drafter() -> None:
 
 
 def test_exploring_costs_about_one_per_cent_of_the_time() -> None:
-    for machine in MACHINES.values():
+    for machine in ALL_MACHINES.values():
         planner = planner_for(machine)
         log = World(machine, constant(0.0), 4).run(planner, 8000)
         assert planner.explorer.account.spent < 0.012 * log.seconds
