@@ -17,9 +17,10 @@ from engine.control.step import Line, PendingStep
 _WORTH_STARTING = 0.02
 
 #: Estimates, and decisions on the same sequences, are kept until so many drafts have told their
-#: outcome: they move slowly, and deciding costs time. What ends that as well: so many steps, or
-#: so many in which nobody was to draft, or two surprises of every sequence.
-_NEWS = 16
+#: outcome, in all and of each sequence: they move slowly, and deciding costs time. What ends that
+#: as well: so many steps, or so many in which nobody was to draft, or two surprises of every
+#: sequence.
+_NEWS, _NEWS_EACH = 16, 6
 _KEPT_STEPS = 12
 _QUIET_STEPS = 40
 _SURPRISES = 2
@@ -173,7 +174,7 @@ class Decider:
     def _is_out_of_date(self, number: int, sequences: int) -> bool:
         """Whether what was kept no longer counts in a step."""
         model = self._acceptance
-        enough = _NEWS if model.outcomes >= _SETTLED else 1
+        enough = max(_NEWS, _NEWS_EACH * sequences) if model.outcomes >= _SETTLED else 1
         surprised = model.surprises >= _SURPRISES * sequences
         longest = _QUIET_STEPS if self._quiet else _KEPT_STEPS
         return model.news >= enough or surprised or number - self._since >= longest
