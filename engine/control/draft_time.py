@@ -51,9 +51,9 @@ class DraftTime:
         self._stale = True
 
     @property
-    def weights(self) -> list[float]:
-        """Seconds per call, sequence, round, token and token read; the factor on passes."""
-        return self._terms.weights
+    def terms(self) -> list[float]:
+        """Seconds per call, sequence, round, token and token read, its model's passes aside."""
+        return self._terms.weights[:5]
 
     @property
     def read_seconds(self) -> float:

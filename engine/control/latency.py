@@ -241,7 +241,7 @@ class CostModel:
             "pass_ms_per_1000000_pairs": 1e9 * pair,
             "overhead_ms_by_batch": {n: 1e3 * self.overhead(n) for n in counts[:7]},
             "draft_ms_terms": {
-                name: [1e3 * w for w in draft.weights] for name, draft in self.drafts.items()
+                name: [1e3 * w for w in draft.terms] for name, draft in self.drafts.items()
             },
             "passes_measured": self.target.samples,
         }

@@ -178,9 +178,12 @@ def test_overhead_is_measured_not_assumed_to_be_nothing() -> None:
 
 
 def test_the_description_is_plain_data() -> None:
-    costs = CostModel()
+    costs = CostModel(draft_calibrations={"model": SMALL})
     costs.draft("lookup")
+    costs.draft("model")
     described = costs.describe()
+    # Milliseconds only: the factor on a model's passes is none.
+    assert max(max(terms) for terms in described["draft_ms_terms"].values()) < 1.0  # type: ignore[attr-defined]
     assert set(described["pass_ms_by_tokens"]) >= {1, 8, 256}  # type: ignore[call-overload]
     assert all(math.isfinite(v) for v in described["pass_ms_by_tokens"].values())  # type: ignore[attr-defined]
 
