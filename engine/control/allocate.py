@@ -3,9 +3,10 @@
 All draft tokens that could be checked, of all sequences, stand in one queue, the likeliest to
 be kept first. Since a token is never likelier than the one before it, every front part of the
 queue gives each sequence the beginning of its draft. Each front part is priced with the
-measured costs, which rise in steps, and the best one wins. Where the rounds of a draft model
-cost, there is a queue for every number of rounds. This is exact for independent outcomes, and
-nothing depends on the tokens themselves, so every verification rule stays lossless.
+measured costs, which rise in steps, and the best one wins. This is exact for independent
+outcomes. Where the rounds of a draft model cost, there are several queues, each up to some number
+of rounds, and what is left is below a per cent. Nothing depends on the tokens themselves, so
+every verification rule stays lossless.
 
 Where several drafters may guess for a sequence, there are several such queues: one for each
 drafter alone, and one with the drafter for each sequence that gains most by itself. The best
@@ -108,8 +109,7 @@ def allocate(
     scores = [p.tokens * token_seconds - p.together for p in priced]
     number = max(range(len(scores)), key=lambda n: float(scores[n].max()))
     score, chosen = scores[number], priced[number]
-    queue, first = divmod(int(score.argmax()), score.shape[1])
-    best = queue, first
+    best = queue, first = divmod(int(score.argmax()), score.shape[1])
     lengths = np.zeros(len(rows.limits), dtype=np.int64)
     lengths[chosen.lines] = chosen.queue.lengths(queue, first)
     return Allocation(

@@ -48,7 +48,7 @@ class Account:
     Attributes:
         credit: that it still may.
         most: that can be saved up.
-        spent: counter.
+        spent: less what was given back.
     """
 
     def __init__(self) -> None:
@@ -171,9 +171,9 @@ class Explorer:
         losses: list[float] = []
         first = others = 0.0  # prices
         for i in due:
-            price = margins.joint[i] if group else margins.price[i]
             if group and margins.drafters[i] != margins.drafters[group[0]]:
                 continue
+            price = margins.joint[i] if group else margins.price[i]
             # A prediction of no loss at all may be what is wrong.
             loss = max(price - margins.brings[i], _LEAST_LOSS * price)
             if sum(losses) + loss > self.account.most:

@@ -7,6 +7,7 @@ every planner faces the same text.
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Callable
@@ -260,16 +261,22 @@ class World:
 
 
 def planner_for(
-    machine: Machine, mode: Mode = Mode.AUTO, calibrated: bool = True
+    machine: Machine, mode: Mode = Mode.AUTO, calibrated: bool = True, reading: float = 0.0
 ) -> AdaptivePlanner:
-    """The real planner, on the virtual clock (planning itself takes no time)."""
+    """The real planner, on a virtual clock.
+
+    Args:
+        reading: seconds that pass from one reading of the clock to the next. With 0 planning
+            takes no time, so that it never has to rest.
+    """
+    readings = itertools.count()
     options = PlannerOptions(
         depth=8,
         most_rows=512,
         mode=mode,
         calibration=machine.calibrate() if calibrated else None,
         draft_calibrations=machine.calibrate_drafts() if calibrated else {},
-        clock=lambda: 0.0,
+        clock=lambda: reading * next(readings),
     )
     return AdaptivePlanner(options)
 
