@@ -181,13 +181,17 @@ def test_a_second_signal_ends_at_once(model: Path, tmp_path: Path) -> None:
                 list(chunks)
 
 
+#: Breaks once six requests are there; until then steps are slow, so that none ends before.
 BREAK_ENGINE = """
 from engine.core import Engine
-import itertools
-step, count = Engine.step, itertools.count()
+import time
+step = Engine.step
 def broken(self):
-    if any(True for _ in self.parts.scheduler.running) and next(count) > 60:
+    scheduler = self.parts.scheduler
+    if len(scheduler.running) + len(scheduler.waiting) == 6:
         raise RuntimeError("cosmic ray")
+    if scheduler.running:
+        time.sleep(0.05)
     return step(self)
 Engine.step = broken
 """
