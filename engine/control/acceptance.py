@@ -59,12 +59,13 @@ class AcceptanceModel:
         outcomes: drafts learnt from.
         news: of these, since the last `settle`.
         surprises: of the news, those whose first token fared unlike its estimate.
+        settled: how often estimates were renewed, and slots given to others.
     """
 
     def __init__(self, depth: int) -> None:
         self.depth = max(1, depth)
         self._depths = np.arange(self.depth)
-        self.outcomes = self.news = self.surprises = 0
+        self.outcomes = self.news = self.surprises = self.settled = 0
         self._noted: list[Outcomes] = []
         self._slots: dict[Sequence, dict[str, int]] = {}
         self._free: list[int] = []
@@ -112,10 +113,10 @@ class AcceptanceModel:
         if len(self._noted) >= _MOST_NOTED:
             self.settle()
 
-    def estimate(self, slots: Ints, buckets: Ints) -> tuple[Floats, Floats]:
-        """Per sequence and depth [R, depth]: the probability that a token is accepted if all
-        before it are, and the probability that the drafter offers that many tokens; as of the
-        last `settle`."""
+    def estimate(self, slots: Ints | int, buckets: Ints | int) -> tuple[Floats, Floats]:
+        """Per sequence and depth [R, depth], or [depth]: the probability that a token is accepted
+        if all before it are, and the probability that the drafter offers that many tokens; as of
+        the last `settle`."""
         return self._acceptance[slots, buckets], self._offers[slots]
 
     def describe(self) -> dict[str, list[dict[str, float]]]:
@@ -139,7 +140,7 @@ class AcceptanceModel:
     # -- slots ---------------------------------------------------------------------------
 
     def _open(self, drafter: str) -> int:
-        if not self._free:
+        if not self._free and 2 * len(self._leaving) >= len(self._drafter):
             self.settle()
         if not self._free:
             self._resize(2 * len(self._drafter))
@@ -173,6 +174,7 @@ class AcceptanceModel:
         self._free.extend(self._leaving)
         self._leaving.clear()
         self.news = self.surprises = 0
+        self.settled += 1
         if noted:
             in_use = [slot for own in self._slots.values() for slot in own.values()]
             self._work_out(np.array(in_use, dtype=np.int64))
@@ -189,40 +191,25 @@ class AcceptanceModel:
         self._offers[slots] = np.minimum.accumulate(offers, axis=1)
 
     def _learn(self, noted: list[Outcomes]) -> None:
-        def gather(name: str) -> Ints:
-            return np.array([value for step in noted for value in getattr(step, name)])
-
-        allowed, accepted, refused = gather("allowed"), gather("accepted"), gather("refused")
-        places, place = np.unique(
-            gather("slots") * NUM_BUCKETS + gather("buckets"), return_inverse=True
-        )
-        sums = np.zeros((5, len(places), self.depth))
-        depths, own = self._depths, np.flatnonzero(allowed)
-        place, accepted, refused = place[own], accepted[own, None], refused[own, None]
-        for number, marks in enumerate(
-            (
-                depths < accepted,
-                (depths == accepted) & refused,
-                depths < gather("drafted")[own, None],
-                depths < allowed[own, None],
-            )
-        ):
-            np.add.at(sums[number], place, marks)
-        judged = ((accepted > 0) | refused)[:, 0]
-        surprise = ((accepted[:, 0] > 0) - gather("expected")[own]) * judged
-        np.add.at(sums[4, :, 0], place, surprise)
-        drafts = np.bincount(place, minlength=len(places))
-        slots, buckets = np.divmod(places, NUM_BUCKETS)
-        # One bucket of each slot at a time: a slot has sums that all its buckets add to.
-        turn = np.arange(len(places)) - np.searchsorted(slots, slots)
-        for number in range(int(turn.max()) + 1):
-            mine = turn == number
-            outcome = sums[:2, mine].transpose(1, 0, 2)
-            offer = sums[2:4, mine].transpose(1, 0, 2)
-            self._learn_trust(slots[mine], buckets[mine], outcome)
-            self._learn_means(places[mine], drafts[mine], (outcome, offer))
-            self._learn_own(slots[mine], buckets[mine], outcome, offer)
-            self._watch(slots[mine], sums[4, mine, 0], outcome[:, :, 0].sum(axis=1))
+        rows = np.array([row for step in noted for row in step.rows()])
+        if not len(rows):
+            return
+        places = (rows[:, 0] * NUM_BUCKETS + rows[:, 1]).astype(np.int64)
+        order = places.argsort(kind="stable")
+        places, (expected, allowed, drafted, accepted, refused) = places[order], rows[order, 2:].T
+        starts = _starts(places)
+        tests = np.empty((4, len(rows), self.depth))
+        tests[0] = self._depths < accepted[:, None]
+        tests[1] = (self._depths == accepted[:, None]) & (refused > 0)[:, None]
+        tests[2] = self._depths < drafted[:, None]
+        tests[3] = self._depths < allowed[:, None]
+        sums = np.add.reduceat(tests, starts, axis=1).transpose(1, 0, 2)
+        surprise = ((accepted > 0) - expected) * tests[:2, :, 0].any(axis=0)
+        slots, buckets = np.divmod(places[starts], NUM_BUCKETS)
+        drafts = np.diff(starts, append=len(rows))
+        self._learn_means(slots, buckets, drafts, sums)
+        self._learn_own(slots, buckets, sums)
+        self._watch(slots, np.add.reduceat(surprise, starts), sums[:, :2, 0].sum(axis=1))
 
     def _own(self, slots: Ints, buckets: Ints | slice) -> Floats:
         """[R, depth]: acceptance as the sequences' own outcomes have it; [R, buckets, depth] for
@@ -236,56 +223,56 @@ class AcceptanceModel:
         own /= counts.sum(axis=-2) + _STRENGTH
         return own
 
-    def _learn_trust(self, slots: Ints, buckets: Ints, outcome: Floats) -> None:
-        """Regresses outcomes at depth 1 on what was known of each sequence before."""
-        drafters = self._drafter[slots]
+    def _learn_means(self, slots: Ints, buckets: Ints, drafts: Ints, sums: Floats) -> None:
+        """Adds to what holds of all sequences, and regresses outcomes at depth 1 on what was
+        known of each sequence before.
+
+        Args:
+            slots, buckets: places, none twice.
+            drafts: that each made.
+            sums: [places, 4, depth] accepted, refused, offered and asked.
+        """
+        drafters, outcome = self._drafter[slots], sums[:, :2]
         mean = self._means.acceptance[drafters, buckets][:, 0]
         difference = self._own(slots, buckets)[:, 0] - mean
-        accepted, judged = outcome[:, 0, 0], outcome[:, :, 0].sum(axis=1)
-        products = (accepted - mean * judged) * difference
+        judged = outcome[:, :, 0].sum(axis=1)
+        products = (outcome[:, 0, 0] - mean * judged) * difference
         squares = judged * difference**2
+        weights = _NOVELTY / (_NOVELTY + self._drafts[slots])
+        np.add.at(self._drafts, slots, drafts)
+        weighted = sums * weights[:, None, None]
         for drafter in set(drafters.tolist()):
             own = drafters == drafter
             self._means.learn_trust(drafter, float(products[own].sum()), float(squares[own].sum()))
+            weight = float(weights[own] @ drafts[own])
+            self._means.learn(drafter, weight, buckets[own], weighted[own])
 
-    def _learn_own(self, slots: Ints, buckets: Ints, outcome: Floats, offer: Floats) -> None:
-        judged = outcome.sum(axis=1)
+    def _learn_own(self, slots: Ints, buckets: Ints, sums: Floats) -> None:
+        outcome, judged = sums[:, :2], sums[:, :2].sum(axis=1)
         residual = outcome[:, 0] - self._means.acceptance[self._drafter[slots], buckets] * judged
         keep = np.power(_DISCOUNT, judged)[:, None]
         self._counts[slots, buckets] = self._counts[slots, buckets] * keep + outcome
+        # The rest is by slot, all its buckets together.
+        starts = _starts(slots)
+        slots, offer = slots[starts], np.add.reduceat(sums[:, 2:], starts)
         # The first depth is judged whenever any is.
-        keep = np.power(_LEVEL_DISCOUNT, judged[:, :1])
+        keep = np.power(_LEVEL_DISCOUNT, np.add.reduceat(judged[:, :1], starts))
         level = np.stack((residual.sum(axis=1), judged.sum(axis=1)), axis=1)
-        self._level[slots] = self._level[slots] * keep + level
+        self._level[slots] = self._level[slots] * keep + np.add.reduceat(level, starts)
         keep = np.power(_OFFER_DISCOUNT, offer[:, 1:])
         self._offer[slots] = self._offer[slots] * keep + offer
-
-    def _learn_means(self, places: Ints, drafts: Ints, sums: tuple[Floats, Floats]) -> None:
-        """Adds to the means over all sequences.
-
-        Args:
-            places: slot * NUM_BUCKETS + bucket; no slot twice.
-            drafts: that each made.
-            sums: outcomes and offers of each.
-        """
-        slots, buckets = np.divmod(places, NUM_BUCKETS)
-        weights = _NOVELTY / (_NOVELTY + self._drafts[slots])
-        self._drafts[slots] += drafts
-        outcome, offer = (part * weights[:, None, None] for part in sums)
-        means = self._drafter[slots] * NUM_BUCKETS + buckets
-        for mean in set(means.tolist()):
-            own = means == mean
-            weight = float(weights[own] @ drafts[own])
-            at = divmod(mean, NUM_BUCKETS)
-            self._means.learn(at, weight, outcome[own].sum(axis=0), offer[own].sum(axis=0))
 
     def _watch(self, slots: Ints, surprise: Floats, judged: Ints) -> None:
         """Drops old evidence of sequences whose outcomes contradict it in a row.
 
         Args:
+            slots: ascending, some of them several times.
             surprise: accepted less expected, at depth 1, summed over steps.
             judged: how many steps that were.
         """
+        starts = _starts(slots)
+        slots = slots[starts]
+        surprise, judged = np.add.reduceat(surprise, starts), np.add.reduceat(judged, starts)
         drift = np.stack((surprise, -surprise), axis=1) - (_FORGIVEN * judged)[:, None]
         sums = np.maximum(self._surprise[slots] + drift, 0.0)
         alarms = sums > _ALARM
@@ -296,3 +283,8 @@ class AcceptanceModel:
             changed = slots[alarms[:, side]]
             self._counts[changed, :, 1 - side] *= _KEPT
             self._level[changed] *= _KEPT_LEVEL
+
+
+def _starts(values: Ints) -> Ints:
+    """Where each run of equal values begins."""
+    return np.flatnonzero(np.diff(values, prepend=-1))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from engine.control.draft_time import DraftTime
 from engine.control.latency import CostModel, Load
 from engine.control.means import Floats, Ints
 
@@ -57,6 +58,11 @@ _CAPS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48)
 
 #: Rounds below this share of the pass are not worth counting: that a token is likely decides.
 _CHEAP_ROUND = 0.01
+
+
+def has_cheap_rounds(draft: DraftTime, costs: CostModel, load: Load) -> bool:
+    """Whether rounds of a drafter need not be counted beside a pass over `load`."""
+    return draft.round_seconds <= _CHEAP_ROUND * costs.target.seconds(load)
 
 
 class Queue:
@@ -145,9 +151,8 @@ class Queue:
     def _take(self, costs: CostModel, load: Load, depth: int) -> NDArray[np.bool_] | None:
         """[C, tokens in order] which tokens each queue holds, all in the last one; None if there
         is but one queue."""
-        most = _CHEAP_ROUND * float(costs.target.table(load, 0)[0])
         names = set(self._rows.drafters)
-        dear = {name for name in names if costs.draft(name).round_seconds > most}
+        dear = {n for n in names if not has_cheap_rounds(costs.draft(n), costs, load)}
         if not dear:
             return None
         caps = np.array([cap for cap in _CAPS if cap < depth] + [depth])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -9,6 +10,7 @@ import numpy as np
 from engine.control.acceptance import AcceptanceModel
 from engine.control.allocate import Allocation, Margins, allocate, margins
 from engine.control.candidates import Candidates
+from engine.control.greedy import Greedy
 from engine.control.latency import CostModel, Load
 from engine.control.means import Floats
 from engine.control.step import Line, PendingStep
@@ -45,7 +47,6 @@ class Decision:
         expected: acceptance at depth 1 of each.
         lengths: of each; all 0 if `best` is not worth it, else above 0 in at most one line of
             a sequence.
-        rows: with all that is known of them.
         best: the best allocation.
     """
 
@@ -53,7 +54,6 @@ class Decision:
     slots: list[int]
     expected: list[float]
     lengths: list[int]
-    rows: Candidates
     best: Allocation
 
     def applies_to(self, lines: list[Line]) -> bool:
@@ -69,8 +69,7 @@ class Decision:
         if limits == [line.limit for line in self.lines]:
             return self
         lengths = [min(pair) for pair in zip(self.lengths, limits, strict=True)]
-        rows = replace(self.rows, limits=np.minimum(np.array(limits), self.rows.offers.shape[1]))
-        return replace(self, lines=lines, lengths=lengths, rows=rows)
+        return replace(self, lines=lines, lengths=lengths)
 
     def chosen(self, preferred: list[int]) -> tuple[list[int], list[int]]:
         """By sequence: its line, and the length of its draft.
@@ -96,6 +95,7 @@ class Decider:
     def __init__(self, acceptance: AcceptanceModel, costs: CostModel) -> None:
         self._acceptance = acceptance
         self._costs = costs
+        self._greedy = Greedy(acceptance, costs)
         self._kept: dict[tuple[int, ...], Decision] = {}  # by buckets
         self._since = -_QUIET_STEPS  # the step before which nothing counts
         self._quiet = True  # whether nobody was to draft since
@@ -115,6 +115,9 @@ class Decider:
             self._kept.clear()
             self._like.clear()
             self._since, self._quiet = number, True
+        if self._greedy.fits(step):
+            slots = self._slots(step.lines)
+            return self._judge(step, slots, *self._greedy.allocate(step, slots))
         key = tuple([line.bucket for line in step.lines])
         old = None if step.has_prefill else self._kept.get(key)
         if old is not None and old.applies_to(step.lines):
@@ -143,7 +146,7 @@ class Decider:
         """Without catching up. Kept as long as the decision is."""
         if self._priced is not None and self._priced[0] is decision and not step.has_prefill:
             return self._priced[1]
-        lengths, rows = np.array(decision.lengths), decision.rows
+        lengths, rows = np.array(decision.lengths), self._candidates(step.lines, decision.slots)
         worth = decision.best.token_seconds
         found = margins(rows, lengths, step.whole, self._costs, worth)
         if any(decision.lengths):
@@ -175,36 +178,41 @@ class Decider:
         """Whether what was kept no longer counts in a step."""
         model = self._acceptance
         enough = max(_NEWS, _NEWS_EACH * sequences) if model.outcomes >= _SETTLED else 1
-        surprised = model.surprises >= _SURPRISES * sequences
+        # Of outcomes whose estimates hold, fewer than half are surprises.
+        surprised = model.surprises >= max(_SURPRISES * sequences, model.news / 2)
         longest = _QUIET_STEPS if self._quiet else _KEPT_STEPS
         return model.news >= enough or surprised or number - self._since >= longest
 
     def _make(self, step: PendingStep) -> Decision:
-        lines = step.lines
-        slots = [self._acceptance.slot(line.sequence, line.drafter) for line in lines]
+        slots = self._slots(step.lines)
+        rows = self._candidates(step.lines, slots)
+        like = self._like.get(len(step.rows))
+        best = allocate(rows, step.decode, step.whole, self._costs, like)
+        self._like.setdefault(len(step.rows), best)
+        return self._judge(step, slots, rows.acceptance[:, 0].tolist(), best)
+
+    def _judge(
+        self, step: PendingStep, slots: list[int], expected: list[float], best: Allocation
+    ) -> Decision:
+        """The best allocation, if it is worth it."""
+        worth = self._worth_it(step.decode.batch, best)
+        self._quiet &= not worth
+        lengths = best.lengths.tolist() if worth else [0] * len(slots)
+        return Decision(step.lines, slots, expected, lengths, best)
+
+    def _slots(self, lines: Seq[Line]) -> list[int]:
+        return [self._acceptance.slot(line.sequence, line.drafter) for line in lines]
+
+    def _candidates(self, lines: Seq[Line], slots: list[int]) -> Candidates:
         buckets = np.array([line.bucket for line in lines])
         acceptance, offers = self._acceptance.estimate(np.array(slots), buckets)
-        rows = Candidates(
+        return Candidates(
             acceptance=acceptance,
             offers=offers,
             limits=np.minimum([line.limit for line in lines], self._acceptance.depth),
             drafters=[line.drafter for line in lines],
             owners=np.array([line.row for line in lines]),
             backlog=_backlog(lines),
-        )
-        like = self._like.get(len(step.rows))
-        best = allocate(rows, step.decode, step.whole, self._costs, like)
-        self._like.setdefault(len(step.rows), best)
-        worth = self._worth_it(step.decode.batch, best)
-        self._quiet &= not worth
-        lengths = best.lengths if worth else np.zeros_like(best.lengths)
-        return Decision(
-            lines=lines,
-            slots=slots,
-            expected=acceptance[:, 0].tolist(),
-            lengths=lengths.tolist(),
-            rows=rows,
-            best=best,
         )
 
     def _worth_it(self, batch: int, best: Allocation) -> bool:
@@ -218,7 +226,7 @@ class Decider:
         return worth
 
 
-def _backlog(lines: list[Line]) -> Floats | None:
+def _backlog(lines: Seq[Line]) -> Floats | None:
     """Tokens to catch up with for each step that gains from it; None if there are none."""
     if not any(line.backlog for line in lines):
         return None

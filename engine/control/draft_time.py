@@ -56,6 +56,11 @@ class DraftTime:
         return self._terms.weights[:5]
 
     @property
+    def runs_model(self) -> bool:
+        """Whether there are passes in it."""
+        return self._curve is not None
+
+    @property
     def read_seconds(self) -> float:
         """For each token it has to catch up with."""
         return self._terms.weights[4]
@@ -80,6 +85,12 @@ class DraftTime:
             result += self._terms.weights[5] * self._passes(counts[1], counts[2])
         result *= ratios
         return result
+
+    def search_seconds(self, most: int) -> tuple[tuple[float, float, float, float], list[float]]:
+        """Seconds per call, sequence, round and token, and the factors to all of them by number
+        of sequences up to `most`; of a drafter that runs no model."""
+        call, sequence, per_round, token = self._terms.weights[:4]
+        return (call, sequence, per_round, token), self._ratio_table(most).tolist()
 
     def seconds_of(self, lengths: Sequence[int]) -> float:
         """For draft lengths above 0, one per sequence."""

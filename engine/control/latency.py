@@ -209,9 +209,15 @@ class CostModel:
 
     def extra(self, tokens: Floats | Ints, depth: Floats) -> Floats:
         """Seconds outside pass and drafting that draft tokens add: longer sampling."""
-        per_token, per_depth = self._extra.weights
+        per_token, per_depth = self.extra_terms
         result: Floats = per_token * tokens + per_depth * depth
         return result
+
+    @property
+    def extra_terms(self) -> tuple[float, float]:
+        """Seconds of `extra` for each draft token and for each depth."""
+        per_token, per_depth = self._extra.weights
+        return per_token, per_depth
 
     def plain_seconds(self, load: Load) -> float:
         """A step without speculation."""

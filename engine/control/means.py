@@ -18,7 +18,7 @@ _ASSUMED_ACCEPTANCE = 0.6
 _ASSUMED_OFFER = 0.9
 _ASSUMED_WEIGHT = 4.0
 
-#: The regression of outcomes on a sequence's difference from the mean: forgetting per step, and
+#: The regression of outcomes on a sequence's difference from the mean: forgetting each time, and
 #: what is assumed, as sums of products and of squares.
 _TRUST_DISCOUNT = 0.99
 _TRUST = (0.4, 0.5)
@@ -72,21 +72,20 @@ class Means:
         trust += (1 - _TRUST_DISCOUNT) * (np.array(_TRUST) - trust)
         trust += np.array((products, squares))
 
-    def learn(self, place: tuple[int, int], drafts: float, outcome: Floats, offer: Floats) -> None:
+    def learn(self, drafter: int, drafts: float, buckets: Ints, sums: Floats) -> None:
         """Adds weighted sums; `refresh` makes them count.
 
         Args:
-            place: drafter and bucket.
+            drafter: its number.
             drafts: the weight of all drafts.
-            outcome: [2, depth], accepted and refused.
-            offer: [2, depth], offered and asked.
+            buckets: [N].
+            sums: [N, 4, depth], accepted, refused, offered and asked.
         """
-        drafter, _ = place
         keep = _DISCOUNT**drafts
         self._outcomes[drafter] *= keep
-        self._outcomes[place] += outcome
+        np.add.at(self._outcomes[drafter], buckets, sums[:, :2])
         self._offers[drafter] *= keep
-        self._offers[drafter] += offer
+        self._offers[drafter] += sums[:, 2:].sum(axis=0)
 
     def refresh(self) -> None:
         """Works out the means."""

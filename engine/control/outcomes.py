@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 #: A first token that is refused although it was likely, or accepted although it was not.
@@ -29,6 +30,12 @@ class Outcomes:
     drafted: list[int]
     accepted: list[int]
     refused: list[bool]
+
+    def rows(self) -> Iterator[tuple[float, ...]]:
+        """All that is known of one draft after another; of those that were asked for."""
+        fields = (self.slots, self.buckets, self.expected, self.allowed)
+        fates = (self.drafted, self.accepted, self.refused)
+        return (row for row in zip(*fields, *fates, strict=True) if row[3])
 
     @property
     def surprises(self) -> int:

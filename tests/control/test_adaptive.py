@@ -9,15 +9,17 @@ from dataclasses import replace
 import pytest
 
 from engine.cache.pages import TARGET, PageTable
+from engine.control.acceptance import AcceptanceModel
 from engine.control.adaptive import AdaptivePlanner
 from engine.control.baseline import Basis
-from engine.control.decision import Decider, Decision
+from engine.control.calibration import Calibration
+from engine.control.decision import Decider
 from engine.control.latency import Load
 from engine.control.options import Mode, PlannerOptions
 from engine.control.planner import FixedPlanner
 from engine.control.speedup import Gain
 from engine.control.status import status
-from engine.control.step import OffReason, PendingStep
+from engine.control.step import OffReason
 from engine.draft.drafter import NoAdvice, Verdict
 from engine.scheduler import ScheduledSequence, StepPlan
 from engine.sequence import Sequence, Status
@@ -329,28 +331,43 @@ def test_with_speculation_off_the_meter_reads_one_and_little_is_learnt() -> None
     assert planner.meter.equal_seconds == planner.meter.seconds > 0
 
 
-def test_where_nothing_pays_decisions_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_nothing_pays_estimates_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """And where drafts do, they are renewed as outcomes come in."""
-    made = 0
-    make = Decider._make
-
-    def count(self: Decider, step: PendingStep) -> Decision:
-        nonlocal made
-        made += 1
-        return make(self, step)
-
-    monkeypatch.setattr(Decider, "_make", count)
-    decisions = {}
+    settle, made = count_calls(monkeypatch, AcceptanceModel, "settle"), {}
     for right in (False, True):
         planner, plan = make_planner(), decodes(make_sequence(room=10_000))
         for _ in range(400):
             step(planner, plan, right=right, dear=0.1)
-        made = 0
+        before = settle[0]
         lengths = [step(planner, plan, right=right, dear=0.1)[0] for _ in range(400)]
         assert (sum(map(bool, lengths)) > 300) is right
-        decisions[right] = made
-    assert decisions[False] <= 14
-    assert 25 <= decisions[True] <= 40
+        made[right] = settle[0] - before
+    assert made[False] <= 14
+    assert 25 <= made[True] <= 40
+
+
+def test_decisions_on_drafts_of_a_model_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    allocations = count_calls(monkeypatch, Decider, "_make")
+    rounds = Calibration(((1, 1e-3), (64, 2e-3)), 0.0, 0.0, 0.0)
+    options = replace(make_planner().options, draft_calibrations={"lookup": rounds})
+    planner, plan = AdaptivePlanner(options), decodes(make_sequence(room=10_000))
+    for _ in range(400):
+        step(planner, plan, dear=0.1)
+    before = allocations[0]
+    assert sum(bool(step(planner, plan, dear=0.1)[0]) for _ in range(400)) > 300
+    assert 25 <= allocations[0] - before <= 40
+
+
+def count_calls(monkeypatch: pytest.MonkeyPatch, kind: type, name: str) -> list[int]:
+    """A list whose only number grows with every call of a method."""
+    calls, method = [0], getattr(kind, name)
+
+    def counted(self: object, *arguments: object) -> object:
+        calls[0] += 1
+        return method(self, *arguments)
+
+    monkeypatch.setattr(kind, name, counted)
+    return calls
 
 
 def test_a_change_ends_what_was_kept() -> None:
