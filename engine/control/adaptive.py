@@ -229,8 +229,7 @@ class AdaptivePlanner:
         load = step.load_with_drafts(drafted) if total else step.whole
         costs.target.update(load, stats.verify_seconds)
         phases = stats.verify_seconds + stats.draft_seconds + step.planning_seconds
-        depth = max(drafted, default=0)
-        costs.observe_overhead(step.decode.batch, total, depth, seconds - phases)
+        costs.observe_overhead(step.decode.batch, total, seconds - phases)
         for name, lines in step.drafting().items():
             lengths = [step.length(line) for line in lines]
             seconds = stats.drafter_seconds.get(name, stats.draft_seconds)

@@ -133,7 +133,7 @@ class Queue:
     def draft_seconds(self, costs: CostModel) -> Floats:
         """[C, F] seconds of drafting and of longer sampling."""
         names = set(self._rows.drafters)
-        result = costs.extra(self.levels * self.chances, self._counts[1] * self.chances)
+        result: Floats = costs.extra * self.levels * self.chances
         if len(names) == 1:
             result += costs.draft(*names).seconds(self._counts)
         else:

@@ -24,6 +24,12 @@ _SMALLEST_ERROR = 0.02
 _FLOOR = 1e-3
 
 
+_FIRST_GAIN = 0.2
+
+#: What a sample of a `Slope` still counts after the next one.
+_SLOPE_KEEP = 0.98
+
+
 def low_median(samples: Sequence[float] | deque[float]) -> float:
     """The median; of an even number the lower one, since times only err upwards."""
     return sorted(samples)[(len(samples) - 1) // 2]
@@ -69,7 +75,7 @@ class NonNegativeLinear:
     Args:
         weights: initial values, above 0.
         known: whether they were measured; else the first three samples set the scale.
-        gain: share of a relative error that one sample corrects.
+        gain: share of a relative error that one sample corrects; of the first ones up to 0.2.
 
     Attributes:
         count: samples learnt from.
@@ -109,9 +115,33 @@ class NonNegativeLinear:
         self.usual += 0.25 * (max(abs(error), _SMALLEST_ERROR) - self.usual)
         predicted = self.predict(features)
         shares = [w * f / predicted for w, f in zip(self.weights, features, strict=True)]
-        step = self._gain * error / sum(share * share for share in shares)
+        gain = max(self._gain, min(1.0 / self.count, _FIRST_GAIN))
+        step = gain * error / sum(share * share for share in shares)
         self._move([math.exp(min(max(step * share, -0.7), 0.7)) for share in shares])
 
     def _move(self, factors: Sequence[float]) -> None:
         moved = map(float.__mul__, self.weights, factors)
         self.weights = list(map(max, moved, self._floors))
+
+
+class Slope:
+    """How much an amount grows by the unit, where single amounts are noise for the most part and
+    may be negative: the ratio of two sums, which noise leaves alone on average.
+
+    Args:
+        assumed: before there are samples.
+        units: of a sample that would count as much as that assumption.
+    """
+
+    def __init__(self, assumed: float, units: float) -> None:
+        self._amount, self._units = assumed * units, units
+
+    @property
+    def value(self) -> float:
+        """By the unit; never negative."""
+        return max(self._amount / self._units, 0.0)
+
+    def add(self, amount: float, units: float) -> None:
+        """Takes a sample in."""
+        self._amount = _SLOPE_KEEP * self._amount + amount
+        self._units = _SLOPE_KEEP * self._units + units

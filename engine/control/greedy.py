@@ -57,7 +57,7 @@ class _Drafting:
 
     terms: tuple[float, float, float, float]
     ratios: list[float]
-    extra: tuple[float, float]
+    extra: float
 
 
 class Greedy:
@@ -167,7 +167,7 @@ class Greedy:
         drafting = self._drafting.get(name)
         if drafting is None or len(drafting.ratios) <= sequences:
             terms, ratios = self._costs.draft(name).search_seconds(sequences)
-            drafting = _Drafting(terms, ratios, self._costs.extra_terms)
+            drafting = _Drafting(terms, ratios, self._costs.extra)
             self._drafting[name] = drafting
         return drafting
 
@@ -191,7 +191,6 @@ def _bid(acceptance: list[float], offers: list[float]) -> _Bid:
 def _fronts(queue: list[_Queued], batch: int, drafting: _Drafting) -> list[_Front]:
     """What every front part of a queue brings, from the empty one on."""
     call, per_sequence, per_round, per_token = drafting.terms
-    extra_token, extra_depth = drafting.extra
     fronts = [(float(batch), 0.0, 0, 0.0)]
     gains = mean = spread = 0.0
     sequences = rounds = 0
@@ -205,7 +204,7 @@ def _fronts(queue: list[_Queued], batch: int, drafting: _Drafting) -> list[_Fron
         chance = mean / level
         ratio = drafting.ratios[sequences]
         seconds = call + per_sequence * sequences + per_round * rounds + per_token * count
-        seconds = seconds * ratio + extra_token * mean + extra_depth * rounds * chance
+        seconds = seconds * ratio + drafting.extra * mean
         fronts.append((batch + gains, seconds, level, chance))
     return fronts
 

@@ -22,8 +22,8 @@ import numpy as np
 from engine.control.calibration import ASSUMED, Calibration
 from engine.control.cells import CELL_GAIN, ESTABLISHED, STALE, cell_of, isotonic
 from engine.control.draft_time import DraftTime
-from engine.control.estimates import NonNegativeLinear
-from engine.control.means import Floats, Ints
+from engine.control.estimates import NonNegativeLinear, Slope
+from engine.control.means import Floats
 
 #: A cell may speak for its unvisited neighbours after this many samples.
 _HEARD = 3
@@ -32,6 +32,9 @@ _HEARD = 3
 #: passed over; so many in a row are no accident.
 _UNKNOWN = 0.9
 _NO_ACCIDENT = 3
+
+#: More than this many times the usual time outside passes is a pause.
+_PAUSE = 2.0
 
 #: Passes after which a cell counts half against its neighbours.
 _FADING = 64
@@ -194,8 +197,9 @@ class CostModel:
         self.target = PassTime(calibration or ASSUMED, most_rows)
         self._draft_calibrations = draft_calibrations or {}
         self.drafts: dict[str, DraftTime] = {}
-        self._overhead = NonNegativeLinear((2e-4, 5e-5))  # plain: per step, per sequence
-        self._extra = NonNegativeLinear((1e-5, 1e-5))  # speculative: per draft token, per depth
+        # Of plain steps, by step and sequence. Half of it lies between steps, and varies much.
+        self._overhead = NonNegativeLinear((2e-4, 5e-5), gain=0.05)
+        self._extra = Slope(1e-5, 50.0)  # by draft token
 
     def draft(self, drafter: str) -> DraftTime:
         """The times of one drafter."""
@@ -207,17 +211,11 @@ class CostModel:
         """Seconds of a plain step outside the pass."""
         return self._overhead.predict((1.0, float(batch)))
 
-    def extra(self, tokens: Floats | Ints, depth: Floats) -> Floats:
-        """Seconds outside pass and drafting that draft tokens add: longer sampling."""
-        per_token, per_depth = self.extra_terms
-        result: Floats = per_token * tokens + per_depth * depth
-        return result
-
     @property
-    def extra_terms(self) -> tuple[float, float]:
-        """Seconds of `extra` for each draft token and for each depth."""
-        per_token, per_depth = self._extra.weights
-        return per_token, per_depth
+    def extra(self) -> float:
+        """Seconds outside pass and drafting that a draft token adds: longer sampling, more to
+        hand over."""
+        return self._extra.value
 
     def plain_seconds(self, load: Load) -> float:
         """A step without speculation."""
@@ -227,13 +225,13 @@ class CostModel:
         """Learns from a pass, drafts included in `load`."""
         self.target.update(load, seconds)
 
-    def observe_overhead(self, batch: int, tokens: int, depth: int, seconds: float) -> None:
+    def observe_overhead(self, batch: int, tokens: int, seconds: float) -> None:
         """Learns from the time of a step outside pass, drafting and planning."""
         if tokens == 0:
             self._overhead.update((1.0, float(batch)), seconds)
         elif self._overhead.count >= 3:
-            surplus = seconds - self.overhead(batch)
-            self._extra.update((float(tokens), float(depth)), surplus)
+            usual = self.overhead(batch)
+            self._extra.add(min(max(seconds - usual, -usual), _PAUSE * usual), float(tokens))
 
     def describe(self) -> dict[str, object]:
         """Milliseconds by number of query tokens and of the other terms, for people."""

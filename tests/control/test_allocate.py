@@ -41,7 +41,7 @@ def worth(rows: Candidates, lengths: tuple[int, ...], costs: CostModel) -> float
     if total:
         drafting = [k for k in lengths if k]
         seconds += costs.draft(rows.drafters[0]).seconds_of(drafting)
-        seconds += float(costs.extra(np.array([total]), np.array([max(lengths)]))[0])
+        seconds += costs.extra * total
     return float(tokens / seconds)
 
 

@@ -248,7 +248,7 @@ def rate(rows: Candidates, lengths: tuple[int, ...], costs: CostModel) -> float:
         if own:
             seconds += costs.draft(name).seconds_of(own)
     drafted = float(sum(lengths))
-    seconds += costs.extra(np.array([drafted]), np.array([float(max(lengths))]))[0]
+    seconds += costs.extra * drafted
     return float(tokens / seconds)
 
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from engine.control.estimates import Level, NonNegativeLinear
+from engine.control.estimates import Level, NonNegativeLinear, Slope
 
 
 def test_a_level_ignores_isolated_outliers() -> None:
@@ -65,3 +65,17 @@ def test_a_negative_measurement_cannot_break_it() -> None:
     for _ in range(200):
         model.update((1.0, 1.0), 1e-3)
     assert model.predict((1.0, 1.0)) == pytest.approx(1e-3, rel=0.1)
+
+
+def test_a_slope_is_right_on_average_and_never_negative() -> None:
+    rng = random.Random(2)
+    slope = Slope(0.0, 1.0)
+    values = []
+    for step in range(3000):
+        units = rng.randint(1, 30)
+        slope.add(0.5 * units + rng.gauss(0.0, 20.0), units)
+        values += [slope.value] if step > 300 else []
+    assert sum(values) / len(values) == pytest.approx(0.5, rel=0.1)
+    for _ in range(300):
+        slope.add(-1.0, 1.0)
+    assert slope.value == 0.0
