@@ -49,14 +49,15 @@ _FAMILIES: dict[str, tuple[type[PreTrainedConfig], dict[str, Any]]] = {
             "rope_parameters": {"rope_type": "default", "rope_theta": 100_000.0},
         },
     ),
-    "llama-biased": (LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
+    # Heads of 32 and of 64 are packed by halves; see `engine.model.packing`.
+    "llama-biased": (LlamaConfig, {"attention_bias": True, "mlp_bias": True, "head_dim": 32}),
     "qwen2": (Qwen2Config, {"hidden_size": 64, "num_key_value_heads": 1}),
     "qwen2-window": (
         Qwen2Config,
         {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
     ),
     "qwen3": (Qwen3Config, {"head_dim": 20}),
-    "mistral": (MistralConfig, {"sliding_window": 8}),
+    "mistral": (MistralConfig, {"sliding_window": 8, "head_dim": 64}),
 }
 FAMILIES = tuple(_FAMILIES)
 

@@ -24,9 +24,8 @@ from engine.cache.huge_pages import Arena
 from engine.cache.store import CacheShape, KVStore
 from engine.model.linear import has_native_bfloat16
 from engine.model.native import fields, load_kernels
+from engine.model.packing import BLOCK, alternate, alternate_halves, num_blocks, pack, pad_rows
 
-_LANES = 16
-_BLOCK = 2 * _LANES  # outputs per block of packed weights (`kBlockOutputs`)
 _MAX_GROUP = 16  # query heads per key/value head (`kTileRows`)
 
 #: Architectures whose layers are exactly what the kernel computes.
@@ -59,6 +58,7 @@ class _Decoder(ctypes.Structure):
         *fields(ctypes.c_int32, "num_layers hidden intermediate vocab"),
         *fields(ctypes.c_int32, "heads groups head_size bfloat16"),
         *fields(ctypes.c_float, "epsilon scale"),
+        *fields(ctypes.c_int32, "paired unused"),
     ]
 
 
@@ -68,7 +68,7 @@ class _Step(ctypes.Structure):
     _fields_ = [
         *fields(ctypes.c_void_p, "input_ids positions slots logit_rows"),
         *fields(ctypes.c_void_p, "query_starts context_lengths page_tables"),
-        *fields(ctypes.c_void_p, "residual normed qkv gated logits"),
+        *fields(ctypes.c_void_p, "residual squares normed queries qkv gated logits"),
         *fields(ctypes.c_int32, "rows num_logits sequences table_width page_size unused"),
     ]
 
@@ -123,6 +123,8 @@ class NativeDecoder:
         self.head_size = attention.head_dim
         self.hidden, self.intermediate = config.hidden_size, config.intermediate_size
         self.vocab = model.lm_head.out_features
+        # Norms of single heads come before rotation, and need all of a head.
+        self._paired = self.head_size % BLOCK == 0 and not hasattr(attention, "q_norm")
         self._layers = (_Layer * len(body.layers))(*map(self._layer, body.layers))
         positions = torch.arange(max_model_len).unsqueeze(0)
         cosines, sines = body.rotary_emb(torch.zeros(1, dtype=torch.float32), positions)
@@ -143,6 +145,7 @@ class NativeDecoder:
             bfloat16=self.dtype is torch.bfloat16,
             epsilon=body.norm.variance_epsilon,
             scale=attention.scaling,
+            paired=self._paired,
         )
 
     @property
@@ -178,11 +181,11 @@ class NativeDecoder:
         return _Layer(
             input_norm=self._keep(layer.input_layernorm.weight.detach().float()),
             post_norm=self._keep(layer.post_attention_layernorm.weight.detach().float()),
-            qkv=self._keep(pack(torch.cat([p.weight.detach() for p in qkv]))),
+            qkv=self._keep(pack(self._join([p.weight.detach() for p in qkv]))),
             output=self._keep(pack(attention.o_proj.weight.detach())),
             gate_up=self._keep(pack(alternate(gate.weight.detach(), up.weight.detach()))),
             down=self._keep(pack(mlp.down_proj.weight.detach())),
-            qkv_bias=self._bias(*qkv),
+            qkv_bias=self._qkv_bias(*qkv),
             output_bias=self._bias(attention.o_proj),
             gate_up_bias=self._gate_up_bias(gate, up),
             down_bias=self._bias(mlp.down_proj),
@@ -191,7 +194,15 @@ class NativeDecoder:
             window=window or 0,
         )
 
-    def _bias(self, *layers: nn.Linear) -> int | None:
+    def _join(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        """Weights or biases of queries, keys and values, in the order the kernel wants."""
+        if self._paired:
+            query, key, value = parts
+            halves = [alternate_halves(part, self.head_size) for part in (query, key)]
+            return torch.cat([*halves, value])
+        return torch.cat(parts)
+
+    def _qkv_bias(self, *layers: nn.Linear) -> int | None:
         found = [_bias_of(layer) for layer in layers]
         if all(bias is None for bias in found):
             return None
@@ -199,7 +210,11 @@ class NativeDecoder:
             torch.zeros(layer.out_features) if bias is None else bias
             for layer, bias in zip(layers, found, strict=True)
         ]
-        return self._keep(pad_rows(torch.cat(parts)))
+        return self._keep(pad_rows(self._join(parts)))
+
+    def _bias(self, layer: nn.Linear) -> int | None:
+        bias = _bias_of(layer)
+        return None if bias is None else self._keep(pad_rows(bias))
 
     def _gate_up_bias(self, gate: nn.Linear, up: nn.Linear) -> int | None:
         parts = _bias_of(gate), _bias_of(up)
@@ -251,7 +266,7 @@ class NativeRunner:
         tokens = ("input_ids", "positions", "slots", "logit_rows")
         for name in (*tokens, "query_starts", "context_lengths", "page_tables"):
             setattr(step, name, getattr(batch, name).data_ptr())
-        for name in ("residual", "normed", "qkv", "gated", "logits"):
+        for name in ("residual", "squares", "normed", "queries", "qkv", "gated", "logits"):
             setattr(step, name, getattr(self, f"_{name}").data_ptr())
         self._run(step)
         return self._logits[: batch.num_logits]
@@ -261,37 +276,18 @@ class NativeRunner:
         decoder, dtype = self._decoder, self._decoder.dtype
         if rows > self._rows:
             self._rows = rows
-            heads = (decoder.heads + 2 * decoder.groups) * decoder.head_size
-            widest = max(decoder.hidden, decoder.heads * decoder.head_size)
-            self._residual = torch.empty(rows, decoder.hidden)
-            self._normed = torch.empty(rows, widest, dtype=dtype)
-            self._qkv = torch.empty(rows, -(-heads // _BLOCK) * _BLOCK)
-            self._gated = torch.empty(rows, decoder.intermediate, dtype=dtype)
+            attended = decoder.heads * decoder.head_size
+            joined = attended + 2 * decoder.groups * decoder.head_size
+            hidden, widest = num_blocks(decoder.hidden), num_blocks(max(decoder.hidden, attended))
+            self._residual = torch.empty(hidden, rows, BLOCK)
+            self._squares = torch.empty(hidden, rows)
+            self._normed = torch.empty(widest, rows, BLOCK, dtype=dtype)
+            self._queries = torch.empty(rows, attended, dtype=dtype)
+            self._qkv = torch.empty(rows, num_blocks(joined) * BLOCK)
+            self._gated = torch.empty(num_blocks(decoder.intermediate), rows, BLOCK, dtype=dtype)
         if num_logits > self._num_logits or not hasattr(self, "_logits"):
             self._num_logits = num_logits
             self._logits = torch.empty(num_logits, decoder.vocab)
-
-
-def pack(weight: torch.Tensor) -> torch.Tensor:
-    """[N, K] -> blocks of 32 outputs: float32 [N/32, K, 32], bfloat16 [N/32, K/2, 32, 2]."""
-    weight = pad_rows(weight)
-    outputs, inputs = weight.shape
-    if weight.dtype is torch.float32:
-        return weight.view(-1, _BLOCK, inputs).transpose(1, 2).contiguous()
-    return weight.view(outputs // _BLOCK, _BLOCK, inputs // 2, 2).transpose(1, 2).contiguous()
-
-
-def alternate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """[I, ...] and [I, ...] -> [2 I', ...]: sixteen outputs of one, then of the other."""
-    parts = [pad_rows(t, _LANES) for t in (gate, up)]
-    blocks = [t.view(-1, _LANES, *t.shape[1:]) for t in parts]
-    return torch.stack(blocks, dim=1).flatten(0, 2)
-
-
-def pad_rows(tensor: torch.Tensor, multiple: int = _BLOCK) -> torch.Tensor:
-    """Appends zero rows until their number is a multiple."""
-    missing = -tensor.shape[0] % multiple
-    return torch.cat([tensor, tensor.new_zeros(missing, *tensor.shape[1:])]) if missing else tensor
 
 
 def _bias_of(layer: nn.Module) -> torch.Tensor | None:

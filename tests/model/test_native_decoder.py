@@ -10,7 +10,8 @@ import torch
 
 from engine.batch import Span, build_batch
 from engine.cache.pages import PagePool
-from engine.model.native_decoder import NativeDecoder, NativeRunner, alternate, pack, why_not_native
+from engine.model.native_decoder import NativeDecoder, NativeRunner, why_not_native
+from engine.model.packing import alternate, alternate_halves, pack
 from tests.tiny_models import CONTEXT, FAMILIES, VOCAB, eager, make_model
 
 TOKENS = [random.Random(3).randrange(VOCAB) for _ in range(120)]
@@ -128,6 +129,13 @@ def test_gate_and_up_alternate_by_sixteen():
     assert mixed[:16] == list(range(16))
     assert mixed[16:32] == list(range(100, 116))
     assert mixed[32:36] == list(range(16, 20))
+
+
+def test_both_halves_of_a_head_alternate_by_sixteen():
+    heads = torch.arange(128.0)[:, None]
+    mixed = alternate_halves(heads, 64)[:, 0].tolist()
+    for at, first in ((0, 0), (16, 32), (32, 16), (48, 48), (64, 64), (80, 96)):
+        assert mixed[at : at + 16] == list(range(first, first + 16))
 
 
 def test_what_cannot_run_natively_says_why():

@@ -26,6 +26,7 @@ class _Attention(ctypes.Structure):
         *fields(ctypes.c_int32, "sequences table_width page_size"),
         *fields(ctypes.c_int32, "heads groups head_size window"),
         ("scale", ctypes.c_float),
+        ("output_rows", ctypes.c_int32),
     ]
 
 

@@ -10,6 +10,7 @@
 #include <cmath>
 #include <type_traits>
 
+#include "matmul.h"
 #include "pages.h"
 
 namespace {
@@ -149,6 +150,20 @@ inline int by_rows(int rows, const F& f) {
   return f(std::integral_constant<int, 1>()), 1;
 }
 
+// Elements [begin, begin + size) of a row of the output: `from` times a factor.
+template <class T>
+inline void write_output(const Attention& a, int row, int begin, int size, const float* from, float factor) {
+  auto* const output = static_cast<typename T::Element*>(a.output);
+  const auto place = [&](int d) {
+    return a.output_rows ? block_place(row, begin + d, a.output_rows) : int64_t(row) * a.heads * size + begin + d;
+  };
+  if (begin % kLanes == 0 && size % kLanes == 0) {
+    for (int d = 0; d < size; d += kLanes) T::narrow(output + place(d), load(from + d) * factor);
+  } else {
+    for (int d = 0; d < size; ++d) output[place(d)] = T::narrow(from[d] * factor);
+  }
+}
+
 // T is the type of cache and output, Q that of the queries; kSize is the head size, or 0 if it is
 // known at run time only.
 template <class T, class Q, int kSize>
@@ -208,9 +223,7 @@ void attend_tile(const Attention& a, Scratch<T>& scratch, const Task& task, cons
     const float inverse = 1.0f / sum(state.sum[r]);
     const float* from = output + r * padded;
     const int head = task.group * per_group + r % per_group;
-    Element* to = static_cast<Element*>(a.output) + (int64_t(row0 + r / per_group) * a.heads + head) * size;
-    narrow_row<T>(to, size, [&](int d) { return load(from + d) * inverse; },
-                  [&](int d) { return from[d] * inverse; });
+    write_output<T>(a, row0 + r / per_group, head * size, size, from, inverse);
   }
 }
 

@@ -1,25 +1,23 @@
 // A whole decoder of the Llama family in one call: no allocation, no dispatch, few barriers.
 #pragma once
 
-#include <omp.h>
-#include <sched.h>
-
-#include <atomic>
-
 #include "attention.h"
 #include "matmul.h"
+#include "rotation.h"
+#include "threads.h"
 
-// Mirrors `_Layer` in fused.py. Pointers may be null where the model has no such part.
+// Mirrors `_Layer` in native_decoder.py. Pointers may be null where the model has no such part.
 struct Layer {
   const float *input_norm, *post_norm;  // [hidden]
-  const void *qkv, *output, *gate_up, *down;  // packed; gate and up alternate by 16 outputs
+  // Packed. Gate and up alternate by 16 outputs, and so do both halves of a query or key if `paired`.
+  const void *qkv, *output, *gate_up, *down;
   const float *qkv_bias, *output_bias, *gate_up_bias, *down_bias;  // padded to blocks
   const float *query_norm, *key_norm;  // [head_size]
   void *key_cache, *value_cache;  // see attention.h
   int32_t window, unused;
 };
 
-// Mirrors `_Decoder` in fused.py.
+// Mirrors `_Decoder` in native_decoder.py.
 struct Decoder {
   const Layer* layers;
   const void* embedding;  // [V, hidden] in the weights' type
@@ -29,111 +27,23 @@ struct Decoder {
   int32_t num_layers, hidden, intermediate, vocab;
   int32_t heads, groups, head_size, bfloat16;
   float epsilon, scale;
+  int32_t paired, unused;
 };
 
-// Mirrors `_Step` in fused.py: one packed batch and the buffers it needs.
+// Mirrors `_Step` in native_decoder.py: one packed batch and the buffers it needs.
 struct Step {
   const int64_t *input_ids, *positions, *slots;  // [T]
   const int64_t* logit_rows;  // [R]
   const int32_t *query_starts, *context_lengths, *page_tables;
-  float* residual;  // [T, hidden]
-  void* normed;     // [T, max(hidden, heads * head_size)] in the weights' type
-  float* qkv;       // [T, (heads + 2 * groups) * head_size], padded to blocks
-  void* gated;      // [T, intermediate] in the weights' type
+  float *residual, *squares;  // [hidden / 32, T, 32]; [hidden / 32, T], the sums of its squares
+  void *normed, *queries;     // [max(hidden, heads * head_size) / 32, T, 32], [heads, T, head_size]
+  float* qkv;                 // [T, (heads + 2 * groups) * head_size], padded to blocks
+  void* gated;                // [intermediate / 32, T, 32]; as normed and queries in the weights' type
   float* logits;    // [R, V]
   int32_t rows, num_logits, sequences, table_width, page_size, unused;
 };
 
 namespace {
-
-// Where the threads of a pass wait for each other, hundreds of times per step. OpenMP's own
-// barrier spins for milliseconds: on a busy machine the spinning thread then keeps the core from
-// the very thread it waits for. This one spins for some microseconds and then gives way.
-class Barrier {
- public:
-  void wait() {
-    const int phase = phase_.load(std::memory_order_acquire);
-    if (arrived_.fetch_add(1, std::memory_order_acq_rel) == omp_get_num_threads() - 1) {
-      arrived_.store(0, std::memory_order_relaxed);
-      next_task_.store(0, std::memory_order_relaxed);
-      phase_.store(phase + 1, std::memory_order_release);
-      return;
-    }
-    for (int spins = 0; phase_.load(std::memory_order_acquire) == phase; ++spins) {
-      if (spins < kSpins) relax();
-      else sched_yield();
-    }
-  }
-
-  // The next of a phase's tasks, which threads take in turn.
-  int next_task() { return next_task_.fetch_add(1, std::memory_order_relaxed); }
-
- private:
-  static constexpr int kSpins = 2000;
-  static void relax() {
-#if defined(__x86_64__)
-    __builtin_ia32_pause();
-#endif
-  }
-  alignas(64) std::atomic<int> arrived_{0};
-  alignas(64) std::atomic<int> phase_{0};
-  alignas(64) std::atomic<int> next_task_{0};
-};
-
-// An even share of [0, count) for this thread.
-struct Share {
-  int begin, end;
-  explicit Share(int count) {
-    const int64_t n = omp_get_num_threads(), i = omp_get_thread_num();
-    begin = int(count * i / n);
-    end = int(count * (i + 1) / n);
-  }
-};
-
-inline int num_blocks(int outputs) { return (outputs + kBlockOutputs - 1) / kBlockOutputs; }
-
-// 1 / sqrt(mean(x^2) + epsilon), summed in one fixed order.
-inline float inverse_rms(const float* x, int size, float epsilon) {
-  Vec squares = Vec{};
-  int d = 0;
-  for (; d + kLanes <= size; d += kLanes) squares += load(x + d) * load(x + d);
-  float total = sum(squares);
-  for (; d < size; ++d) total += x[d] * x[d];
-  return 1.0f / std::sqrt(total / size + epsilon);
-}
-
-template <class T>
-inline void rms_norm(typename T::Element* to, const float* x, const float* weight, int size, float epsilon) {
-  const float factor = inverse_rms(x, size, epsilon);
-  narrow_row<T>(to, size, [&](int d) { return load(x + d) * factor * load(weight + d); },
-                [&](int d) { return x[d] * factor * weight[d]; });
-}
-
-// The first `width` lanes of x are added to memory.
-inline void add(float* to, Vec x, int width) {
-  if (width >= kLanes) store(to, load(to) + x);
-  else for (int i = 0; i < width; ++i) to[i] += x[i];
-}
-
-// Norms one head if the model does, rotates it: x cos + rotate_half(x) sin.
-inline void rotate(float* x, const float* norm, const float* cosines, const float* sines, int size, float epsilon) {
-  if (norm) {
-    const float factor = inverse_rms(x, size, epsilon);
-    for (int d = 0; d < size; ++d) x[d] *= factor * norm[d];
-  }
-  const int half = size / 2;
-  int d = 0;
-  for (; d + kLanes <= half; d += kLanes) {
-    const Vec a = load(x + d), b = load(x + d + half);
-    store(x + d, a * load(cosines + d) - b * load(sines + d));
-    store(x + d + half, b * load(cosines + d + half) + a * load(sines + d + half));
-  }
-  for (; d < half; ++d) {
-    const float a = x[d], b = x[d + half];
-    x[d] = a * cosines[d] - b * sines[d];
-    x[d + half] = b * cosines[d + half] + a * sines[d + half];
-  }
-}
 
 template <class T, class W>
 struct Forward {
@@ -143,33 +53,103 @@ struct Forward {
   Barrier& barrier;
   const int padded_qkv = num_blocks((m.heads + 2 * m.groups) * m.head_size) * kBlockOutputs;
   Element* const normed = static_cast<Element*>(s.normed);
+  Element* const queries = static_cast<Element*>(s.queries);
   Element* const gated = static_cast<Element*>(s.gated);
 
-  void norm_rows(const float* weight) const {
-    const Share share(s.rows);
-    for (int t = share.begin; t < share.end; ++t)
-      rms_norm<T>(normed + int64_t(t) * m.hidden, s.residual + int64_t(t) * m.hidden, weight, m.hidden, m.epsilon);
-    barrier.wait();
+  // The residual stream lies in blocks, as what is multiplied does, and each thread keeps to its own.
+  // What the others need to know, for the norms, are the sums of squares.
+  Share own_blocks() const { return Share(num_blocks(m.hidden)); }
+
+  float* residual_block(int block, int64_t row) const { return s.residual + (int64_t(block) * s.rows + row) * kBlockOutputs; }
+
+  int width_of(int block) const {
+    const int left = m.hidden - block * kBlockOutputs;
+    return left < kBlockOutputs ? left : kBlockOutputs;
   }
 
   void embed() const {
-    const Share share(s.rows);
-    for (int t = share.begin; t < share.end; ++t)
-      widen_row<T>(s.residual + int64_t(t) * m.hidden,
-                   static_cast<const Element*>(m.embedding) + s.input_ids[t] * m.hidden, m.hidden);
+    const Share own = own_blocks();
+    for (int t = 0; t < s.rows; ++t)
+      for (int block = own.begin; block < own.end; ++block) {
+        float* to = residual_block(block, t);
+        std::memset(to, 0, sizeof(float) * kBlockOutputs);
+        widen_row<T>(to, static_cast<const Element*>(m.embedding) + s.input_ids[t] * m.hidden + block * kBlockOutputs, width_of(block));
+        add_block(t, block, Vec{}, Vec{});
+      }
     barrier.wait();
   }
 
-  void project_qkv(const Layer& layer) const {
+  // Adds outputs of a block to the residual stream.
+  void add_block(int row, int block, Vec first, Vec second) const {
+    float* to = residual_block(block, row);
+    first += load(to);
+    second += load(to + kLanes);
+    store(to, first);
+    store(to + kLanes, second);
+    s.squares[int64_t(block) * s.rows + row] = sum(first * first) + sum(second * second);
+  }
+
+  // Norms `count` rows: those given, or all.
+  void norm_rows(const float* weight, const int64_t* rows, int count) const {
+    const Share own = own_blocks();
+    for (int i = 0; i < count; ++i) {
+      const int64_t t = rows ? rows[i] : i;
+      float total = 0.0f;
+      for (int block = 0; block < num_blocks(m.hidden); ++block) total += s.squares[block * int64_t(s.rows) + t];
+      const float factor = 1.0f / std::sqrt(total / m.hidden + m.epsilon);
+      for (int block = own.begin; block < own.end; ++block) {
+        const float *x = residual_block(block, t), *w = weight + block * kBlockOutputs;
+        narrow_row<T>(normed + (int64_t(block) * count + i) * kBlockInputs, width_of(block),
+                      [&](int d) { return load(x + d) * factor * load(w + d); }, [&](int d) { return x[d] * factor * w[d]; });
+      }
+    }
+    barrier.wait();
+  }
+
+  // Queries, keys and values; keys and values go into the cache.
+  void project_qkv(const Layer& layer, const Attention& a, Element* scratch) const {
     const Share share(padded_qkv / kBlockOutputs);
     multiply<W>(normed, s.rows, m.hidden, static_cast<const Element*>(layer.qkv), share.begin, share.end,
                 [&](int row, int block, const Vec* sums) {
+                  Vec first = sums[0], second = sums[1];
+                  if (layer.qkv_bias) {
+                    first += load(layer.qkv_bias + block * kBlockOutputs);
+                    second += load(layer.qkv_bias + block * kBlockOutputs + kLanes);
+                  }
+                  if (m.paired) return place_pair(a, row, block, first, second);
                   float* to = s.qkv + int64_t(row) * padded_qkv + block * kBlockOutputs;
-                  for (int i = 0; i < 2; ++i)
-                    store(to + i * kLanes, layer.qkv_bias
-                              ? sums[i] + load(layer.qkv_bias + block * kBlockOutputs + i * kLanes) : sums[i]);
+                  store(to, first);
+                  store(to + kLanes, second);
                 });
     barrier.wait();
+    if (!m.paired) rotate_and_store(layer, a, scratch);
+  }
+
+  // One block of a row: sixteen elements of a query or key and their partners, which are rotated at
+  // once, or 32 elements of a value.
+  void place_pair(const Attention& a, int row, int block, Vec first, Vec second) const {
+    const int size = m.head_size, head = block * kBlockOutputs / size, d = block * kBlockOutputs % size;
+    Element narrow[kBlockOutputs];
+    if (head < m.heads + m.groups) {
+      const int at = d / 2, half = size / 2;
+      const int64_t angle = s.positions[row] * size + at;
+      rotate_pair(first, second, m.cosines + angle, m.sines + angle, half);
+      if (head < m.heads) {
+        Element* to = queries + (int64_t(head) * s.rows + row) * size + at;
+        T::narrow(to, first);
+        T::narrow(to + half, second);
+        return;
+      }
+      T::narrow(narrow, first);
+      T::narrow(narrow + kLanes, second);
+      const Slot<T> slot(a, s.slots[row], head - m.heads);
+      slot.write_key(at, kLanes, narrow);
+      slot.write_key(at + half, kLanes, narrow + kLanes);
+    } else {
+      T::narrow(narrow, first);
+      T::narrow(narrow + kLanes, second);
+      Slot<T>(a, s.slots[row], head - m.heads - m.groups).write_value(d, kBlockOutputs, narrow);
+    }
   }
 
   // Rotates queries and keys; writes keys and values into the cache.
@@ -182,7 +162,8 @@ struct Forward {
     };
     const Share rows(s.rows);
     for (int t = rows.begin; t < rows.end; ++t)
-      for (int h = 0; h < m.heads; ++h) turn(t, h, layer.query_norm);
+      for (int h = 0; h < m.heads; ++h)
+        narrow_row<T>(queries + (int64_t(h) * s.rows + t) * size, turn(t, h, layer.query_norm), size);
     // Group by group: the tokens of a page write to the same cache lines.
     const Share share(s.rows * m.groups);
     for (int i = share.begin; i < share.end; ++i) {
@@ -190,27 +171,29 @@ struct Forward {
       const float* key = turn(t, m.heads + g, layer.key_norm);
       narrow_row<T>(scratch, key, size);
       narrow_row<T>(scratch + size, key + m.groups * size, size);
-      write_token<T>(a, s.slots[t], g, scratch, scratch + size);
+      const Slot<T> slot(a, s.slots[t], g);
+      slot.write_key(0, size, scratch);
+      slot.write_value(0, size, scratch + size);
     }
     barrier.wait();
   }
 
   void attend_all(const Attention& a, const std::vector<Tile>& tiles, Scratch<T>& scratch) const {
-    attend_in_turn<T, Float32>(a, scratch, tiles, [&] { return barrier.next_task(); });
+    attend_in_turn<T, T>(a, scratch, tiles, [&] { return barrier.next_task(); });
     barrier.wait();
   }
 
   // residual += x W^T + bias
   void project_back(const Element* x, int inputs, const void* packed, const float* bias) const {
-    const Share share(num_blocks(m.hidden));
-    multiply<W>(x, s.rows, inputs, static_cast<const Element*>(packed), share.begin, share.end,
+    const Share own = own_blocks();
+    multiply<W>(x, s.rows, inputs, static_cast<const Element*>(packed), own.begin, own.end,
                 [&](int row, int block, const Vec* sums) {
-                  float* to = s.residual + int64_t(row) * m.hidden + block * kBlockOutputs;
-                  const int width = m.hidden - block * kBlockOutputs;
-                  for (int i = 0; i < 2; ++i) {
-                    const Vec sum = bias ? sums[i] + load(bias + block * kBlockOutputs + i * kLanes) : sums[i];
-                    add(to + i * kLanes, sum, width - i * kLanes);
+                  Vec first = sums[0], second = sums[1];
+                  if (bias) {
+                    first += load(bias + block * kBlockOutputs);
+                    second += load(bias + block * kBlockOutputs + kLanes);
                   }
+                  add_block(row, block, first, second);
                 });
     barrier.wait();
   }
@@ -226,7 +209,7 @@ struct Forward {
                     up += load(layer.gate_up_bias + block * kBlockOutputs + kLanes);
                   }
                   const Vec product = silu(gate) * up;
-                  Element* to = gated + int64_t(row) * m.intermediate + block * kLanes;
+                  Element* to = gated + block_place(row, block * kLanes, s.rows);
                   const int width = m.intermediate - block * kLanes;
                   if (width >= kLanes) T::narrow(to, product);
                   else for (int i = 0; i < width; ++i) to[i] = T::narrow(product[i]);
@@ -235,10 +218,7 @@ struct Forward {
   }
 
   void compute_logits() const {
-    const Share rows(s.num_logits);
-    for (int r = rows.begin; r < rows.end; ++r)
-      rms_norm<T>(normed + int64_t(r) * m.hidden, s.residual + s.logit_rows[r] * m.hidden, m.final_norm, m.hidden, m.epsilon);
-    barrier.wait();
+    norm_rows(m.final_norm, s.logit_rows, s.num_logits);
     const Share share(num_blocks(m.vocab));
     multiply<W>(normed, s.num_logits, m.hidden, static_cast<const Element*>(m.head), share.begin, share.end,
                 [&](int row, int block, const Vec* sums) {
@@ -255,13 +235,14 @@ struct Forward {
 
   void run() const {
     Attention a{};
-    a.queries = s.qkv;
+    a.queries = s.queries;
     a.output = s.normed;
+    a.output_rows = s.rows;
     a.query_starts = s.query_starts;
     a.context_lengths = s.context_lengths;
     a.page_tables = s.page_tables;
-    a.query_stride = padded_qkv;
-    a.query_head_stride = m.head_size;
+    a.query_stride = m.head_size;
+    a.query_head_stride = int64_t(s.rows) * m.head_size;
     a.sequences = s.sequences;
     a.table_width = s.table_width;
     a.page_size = s.page_size;
@@ -276,16 +257,15 @@ struct Forward {
       embed();
       for (int l = 0; l < m.num_layers; ++l) {
         const Layer& layer = m.layers[l];
-        norm_rows(layer.input_norm);
-        project_qkv(layer);
+        norm_rows(layer.input_norm, nullptr, s.rows);
         Attention own = a;
         own.key_cache = layer.key_cache;
         own.value_cache = layer.value_cache;
         own.window = layer.window;
-        rotate_and_store(layer, own, scratch.heads.data());
+        project_qkv(layer, own, scratch.heads.data());
         attend_all(own, tiles, scratch);
         project_back(normed, m.heads * m.head_size, layer.output, layer.output_bias);
-        norm_rows(layer.post_norm);
+        norm_rows(layer.post_norm, nullptr, s.rows);
         gate(layer);
         project_back(gated, m.intermediate, layer.down, layer.down_bias);
       }

@@ -18,9 +18,11 @@ void write_cache(const Arguments& call) {
   typedef typename T::Element Element;
   const Attention& a = call.attention;
   for (int t = 0; t < call.rows; ++t)
-    for (int g = 0; g < a.groups; ++g)
-      write_token<T>(a, call.slots[t], g, (const Element*)call.keys + t * call.key_stride + g * call.key_head_stride,
-                     (const Element*)call.values + t * call.value_stride + g * call.value_head_stride);
+    for (int g = 0; g < a.groups; ++g) {
+      const Slot<T> slot(a, call.slots[t], g);
+      slot.write_key(0, a.head_size, (const Element*)call.keys + t * call.key_stride + g * call.key_head_stride);
+      slot.write_value(0, a.head_size, (const Element*)call.values + t * call.value_stride + g * call.value_head_stride);
+    }
 }
 
 template <class T>

@@ -18,7 +18,7 @@ constexpr int kTileRows = 16;  // query rows that share one pass over K/V
 struct Attention {
   const void* queries;                   // [T, H, D]
   void *key_cache, *value_cache;         // a page: [G] times what `write_token` makes of it
-  void* output;                          // [T, H, D], contiguous
+  void* output;                          // [T, H, D]; or in blocks of `output_rows`, see matmul.h
   const int32_t* query_starts;           // [S + 1]
   const int32_t* context_lengths;        // [S]
   const int32_t* page_tables;            // [S, M]
@@ -26,6 +26,7 @@ struct Attention {
   int32_t sequences, table_width, page_size;
   int32_t heads, groups, head_size, window;
   float scale;
+  int32_t output_rows;
 };
 
 // Query tokens [token, token + tokens) of one sequence.
@@ -44,20 +45,29 @@ inline int64_t value_place(int j, int d, int page_size, int size) {
   return int64_t(j / w * w) * size + d * w + j % w;
 }
 
-// Writes one token's key and value of a group. Keys lie word by word: the first word of all tokens
-// of the page, then the second. Element by element, since another thread may write the partner.
+// A token's place in the cache, of one group.
 template <class T>
-inline void write_token(const Attention& a, int64_t slot, int group, const typename T::Element* key,
-                        const typename T::Element* value) {
+struct Slot {
   typedef typename T::Element Element;
-  constexpr int w = kPerWord<T>;
-  const int page_size = a.page_size, size = a.head_size, j = int(slot % page_size);
-  const int64_t page = (slot / page_size * a.groups + group) * page_size * size;
-  Element* const keys = static_cast<Element*>(a.key_cache) + page;
-  Element* const values = static_cast<Element*>(a.value_cache) + page;
-  for (int d = 0; d < size; d += w) std::memcpy(keys + int64_t(d) * page_size + j * w, key + d, 4);
-  for (int d = 0; d < size; ++d) values[value_place<T>(j, d, page_size, size)] = value[d];
-}
+  Element *keys, *values;  // of its page
+  int token, page_size, size;
+  Slot(const Attention& a, int64_t slot, int group)
+      : token(int(slot % a.page_size)), page_size(a.page_size), size(a.head_size) {
+    const int64_t page = (slot / page_size * a.groups + group) * page_size * size;
+    keys = static_cast<Element*>(a.key_cache) + page;
+    values = static_cast<Element*>(a.value_cache) + page;
+  }
+  // Elements [d, d + count) of its key. Keys lie word by word: the first word of all tokens of the
+  // page, then the second.
+  void write_key(int d, int count, const Element* key) const {
+    constexpr int w = kPerWord<T>;
+    for (int i = 0; i < count; i += w) std::memcpy(keys + int64_t(d + i) * page_size + token * w, key + i, 4);
+  }
+  // Elements [d, d + count) of its value; one by one, since another thread may write the partner.
+  void write_value(int d, int count, const Element* value) const {
+    for (int i = 0; i < count; ++i) values[value_place<T>(token, d + i, page_size, size)] = value[i];
+  }
+};
 
 // Keys and values of sixteen tokens; `stride` words lie between a key's word and its next.
 template <class T>

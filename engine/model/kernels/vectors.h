@@ -21,8 +21,8 @@ typedef uint32_t UVec __attribute__((vector_size(4 * kLanes)));
 inline Vec broadcast(float x) { return Vec{} + x; }
 inline Vec load(const float* p) { Vec v; std::memcpy(&v, p, sizeof v); return v; }
 inline void store(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }
-inline Vec select(IVec mask, Vec a, Vec b) { return (Vec)(((IVec)a & mask) | ((IVec)b & ~mask)); }
-inline Vec max(Vec a, Vec b) { return select(a > b, a, b); }
+inline Vec select(IVec mask, Vec a, Vec b) { return mask ? a : b; }
+inline Vec max(Vec a, Vec b) { return a > b ? a : b; }
 
 // The four bytes at p in every lane.
 inline IVec broadcast_word(const void* p) {
@@ -31,37 +31,35 @@ inline IVec broadcast_word(const void* p) {
   return IVec{} + word;
 }
 
-inline float sum(Vec v) {
-  float total = 0;
-  for (int i = 0; i < kLanes; ++i) total += v[i];
-  return total;
-}
-
-inline float largest(Vec v) {
+// f over all lanes, in pairs, then pairs of pairs.
+template <class F>
+inline float reduce(Vec v, const F& f) {
   const IVec swap8 = {8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7};
   const IVec swap4 = {4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11};
   const IVec swap2 = {2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13};
   const IVec swap1 = {1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14};
-  v = max(v, __builtin_shuffle(v, swap8));
-  v = max(v, __builtin_shuffle(v, swap4));
-  v = max(v, __builtin_shuffle(v, swap2));
-  return max(v, __builtin_shuffle(v, swap1))[0];
+  v = f(v, __builtin_shuffle(v, swap8));
+  v = f(v, __builtin_shuffle(v, swap4));
+  v = f(v, __builtin_shuffle(v, swap2));
+  return f(v, __builtin_shuffle(v, swap1))[0];
 }
 
-// exp(x) for x <= 0 to about 1 ulp: 2^n * e^r with |r| <= ln(2) / 2, Taylor to degree 7.
+inline float sum(Vec v) { return reduce(v, [](Vec a, Vec b) { return a + b; }); }
+inline float largest(Vec v) { return reduce(v, [](Vec a, Vec b) { return max(a, b); }); }
+
+// exp(x) for x <= 0 to about 2 ulp: 2^n * e^r with |r| <= ln(2) / 2, and for e^r the polynomial of
+// degree 5 with p(0) = 1 whose largest relative error, 9e-8, is smallest.
 inline Vec exp_nonpositive(Vec x) {
   x = max(x, broadcast(-87.0f));
   const Vec magic = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
   const Vec shifted = x * 1.44269504f + magic;
   const Vec n = shifted - magic;
   const Vec r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
-  Vec p = broadcast(1.0f / 5040);
-  p = p * r + 1.0f / 720;
-  p = p * r + 1.0f / 120;
-  p = p * r + 1.0f / 24;
-  p = p * r + 1.0f / 6;
-  p = p * r + 0.5f;
-  p = p * r + 1.0f;
+  Vec p = broadcast(0.00829026382f);
+  p = p * r + 0.0418981648f;
+  p = p * r + 0.166676387f;
+  p = p * r + 0.499991477f;
+  p = p * r + 0.999999702f;
   p = p * r + 1.0f;
   return (Vec)((IVec)p + (((IVec)shifted - (IVec)magic) << 23));
 }
@@ -112,10 +110,15 @@ struct BFloat16 {
     return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
   }
   static void narrow(uint16_t* to, Vec v) {
+#if defined(__AVX512BF16__)  // takes denormal numbers for 0
+    const __m256bh h = _mm512_cvtneps_pbh((__m512)v);
+    std::memcpy(to, &h, sizeof h);
+#else
     const UVec bits = (UVec)v, rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
     const UVec nan = (UVec)(v != v);
     const HVec h = __builtin_convertvector((rounded & ~nan) | ((bits >> 16 | 0x40) & nan), HVec);
     std::memcpy(to, &h, sizeof h);
+#endif
   }
   static Vec multiply_words(Vec sum, IVec a, IVec b) { return dot_pairs(sum, a, b); }
 };
