@@ -35,12 +35,22 @@ inline void rotate(float* x, const float* norm, const float* cosines, const floa
   }
 }
 
-// The same for sixteen elements and their partners. Not inlined: next to other code the compiler may
-// fuse other products with the sums, and a row's numbers would depend on how many rows there are.
+// The same for sixteen elements and their partners. Which product is fused with the sum is said, or
+// the function not inlined: else the compiler may choose otherwise next to other code, and a row's
+// numbers would depend on how many rows there are.
+#if defined(__AVX512BF16__)
+inline void rotate_pair(Vec& first, Vec& second, const float* cosines, const float* sines, int half) {
+  const __m512 a = (__m512)first, b = (__m512)second;
+  const Vec from_second = second * load(sines), from_first = first * load(sines + half);
+  first = (Vec)_mm512_fmsub_ps(a, (__m512)load(cosines), (__m512)from_second);
+  second = (Vec)_mm512_fmadd_ps(b, (__m512)load(cosines + half), (__m512)from_first);
+}
+#else
 __attribute__((noinline)) void rotate_pair(Vec& first, Vec& second, const float* cosines, const float* sines, int half) {
   const Vec a = first, b = second;
   first = a * load(cosines) - b * load(sines);
   second = b * load(cosines + half) + a * load(sines + half);
 }
+#endif
 
 }  // namespace
