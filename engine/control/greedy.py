@@ -114,7 +114,7 @@ class Greedy:
             together = _totals(self._price(step.whole, len(queue)), fronts)
         scores = [front[0] * worth - s for s, front in zip(together, fronts, strict=True)]
         best = max(range(len(scores)), key=scores.__getitem__)
-        if not least and len(lines) >= _MANY and queue:
+        if not least and queue and len(lines) >= _MANY and not step.has_prefill:
             self._cuts[batch] = -queue[max(best - 1, 0)][0], len(lines)
         lengths = [0] * len(lines)
         for _, row, *_ in queue[:best]:
