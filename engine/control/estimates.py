@@ -23,7 +23,7 @@ _SMALLEST_ERROR = 0.02
 #: Weights never fall below this share of what they were assumed to be, so that they can grow.
 _FLOOR = 1e-3
 
-
+#: Share of an error that one of the first samples corrects, however little later ones do.
 _FIRST_GAIN = 0.2
 
 #: What a sample of a `Slope` still counts after the next one.
