@@ -21,7 +21,8 @@ from transformers import AutoConfig
 from engine.batch import Span, build_batch
 from engine.cache.pages import PagePool
 from engine.config import ModelConfig
-from engine.model.loader import LoadedModel, Runner, load_model
+from engine.model.loader import LoadedModel, load_model
+from engine.model.passes import Runner
 from engine.model.sources import DEFAULT_SOURCE, resolve
 
 PAGE_SIZE = 16
@@ -63,7 +64,7 @@ class Bench:
         """One packed pass."""
         runner = self.runner
         batch = build_batch(spans, PAGE_SIZE, self.pages, runner.device, runner.min_rows)
-        return runner.forward(batch)
+        return runner.forward(batch).logits
 
 
 def measure(cases: dict[str, Callable[[], object]], repeats: int) -> dict[str, float]:

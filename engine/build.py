@@ -24,9 +24,10 @@ from engine.draft.portfolio import DrafterPortfolio
 from engine.draft.store import AnswerStore
 from engine.errors import ConfigurationError
 from engine.judge import Judge
-from engine.model.loader import LoadedModel, Runner, load_model
+from engine.model.loader import LoadedModel, load_model
 from engine.model.memory import available_memory, logits_bytes, plan_pages
 from engine.model.pairing import check_pair
+from engine.model.passes import Runner
 from engine.model.selftest import check_invariance
 from engine.prepare import measure, populate, warm_up
 from engine.rules import RequestRules

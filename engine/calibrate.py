@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import time
 from pathlib import Path
 
 import torch
@@ -12,7 +11,7 @@ import torch
 from engine.batch import Span, build_batch
 from engine.cache.pages import PagePool
 from engine.control.calibration import Calibration, cache_key, calibrate
-from engine.model.loader import Runner
+from engine.model.passes import Runner
 from engine.model.paths import cache_directory
 
 logger = logging.getLogger(__name__)
@@ -102,9 +101,7 @@ class PassTimer:
                 spans.append(Span([0] * count, start, table, count))
         runner, pool = self._runner, self._pool
         batch = build_batch(spans, pool.page_size, pool.num_pages, runner.device, runner.min_rows)
-        started = time.perf_counter()
-        runner.forward(batch)
-        return time.perf_counter() - started
+        return runner.forward(batch).seconds()
 
     def close(self) -> None:
         """Gives the pages back."""

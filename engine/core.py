@@ -10,19 +10,20 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
-
 from engine.batch import build_batch
-from engine.cache.pages import TARGET, PagePool
+from engine.cache.pages import PagePool
+from engine.commit import commit
 from engine.control.planner import Planner
 from engine.control.report import leave_out_prompt, report, speedup_of
 from engine.control.status import describe
-from engine.draft.drafter import DraftProposal, Verdict
+from engine.draft.drafter import Verdict
 from engine.draft.portfolio import DrafterPortfolio
 from engine.errors import CorruptedLogits, RequestFailed
-from engine.judge import NOTHING, Judge, Judgement, lay_out
-from engine.model.loader import Runner
-from engine.scheduler import ScheduledSequence, Scheduler, StepPlan
+from engine.judge import NOTHING, Judge, Judgement
+from engine.laps import Laps
+from engine.layout import StepLayout, lay_out
+from engine.model.passes import Pass, Runner
+from engine.scheduler import Scheduler, StepPlan
 from engine.sequence import Sequence, Status
 from engine.statistics import completed, step_stats
 from engine.types import (
@@ -31,10 +32,8 @@ from engine.types import (
     Failed,
     Finished,
     FinishReason,
-    PromptLogprobs,
     Request,
     StepStats,
-    Tokens,
 )
 
 logger = logging.getLogger(__name__)
@@ -90,7 +89,7 @@ class Engine:
         self._requests: dict[str, list[Sequence]] = {}  # choices still alive
         self._events: list[Event] = []  # of adds and aborts between steps
         self._tickets = 0
-        self._ended: float | None = None  # when the last step did, if it left work to do
+        self._laps: Laps | None = None  # of the last step
 
     # -- requests ------------------------------------------------------------------------
 
@@ -106,6 +105,8 @@ class Engine:
 
     def add(self, request: Request) -> None:
         """Queues a request that `RequestRules.validate` has passed."""
+        if not self._requests and self._laps is not None:
+            self._laps.rest()
         ask = request.speculation
         wanted = self.max_draft if ask.max_draft is None else min(ask.max_draft, self.max_draft)
         seed = request.sampling.seed
@@ -167,113 +168,80 @@ class Engine:
         A failure before the commit fails only the requests of this step: nothing of theirs
         has been committed, and everybody else's pages were not touched.
         """
-        started, stats = self.clock(), None
-        before, self._ended = started if self._ended is None else self._ended, None
-        plan = self.parts.scheduler.plan()
+        parts, stats = self.parts, None
+        laps = self._laps = Laps(self.clock, self._laps)
+        plan = laps.time("schedule", parts.scheduler.plan)
         if plan.scheduled:
             try:
-                proposal, judgements, marks = self._propose_and_verify(plan)
+                lengths = laps.time("choose", parts.planner.choose, plan)
+                proposal = laps.time("draft", parts.drafters.propose, plan.sequences, lengths)
+                layout = lay_out(plan, proposal.tokens)
+                passed = laps.time("verify", self._run_target, layout)
+                judgements = laps.time("judge", parts.judge.judge, layout, proposal, passed.logits)
+                verify_seconds = laps.time("wait", passed.seconds)
             except Exception as error:
-                logger.exception("a step of %d sequences failed", len(plan.scheduled))
-                failure = RequestFailed(_STEP_FAILED + type(error).__name__)
-                for scheduled in plan.scheduled:
-                    self._fail(scheduled.sequence.request.request_id, failure)
+                self._fail_step(plan, error)
             else:
-                verdicts = self._commit(plan, judgements)
-                times = (before, started, *marks, self.clock())
-                stats = step_stats(plan, proposal, verdicts, times, self.parts.scheduler)
-                self.parts.planner.observe(plan, verdicts, stats)
-                self._end_complete(plan)
-                found = report(self.parts.planner, self.parts.drafters.names)
-                stats = completed(stats, self.parts.scheduler, found)
-                self._ended = times[-1] if self._requests else None
-        events, self._events = self._events, []
-        return StepOutput(events, stats)
+                verdicts = laps.time("commit", self._commit, layout, judgements, laps)
+                stats = step_stats(plan, proposal, verdicts, laps, verify_seconds, parts.scheduler)
+                laps.time("learn", parts.planner.observe, plan, verdicts, stats)
+                stats = self._end_complete(plan, stats)
+        return StepOutput(self._take_events(), stats)
 
-    def _propose_and_verify(
-        self, plan: StepPlan
-    ) -> tuple[DraftProposal, list[Judgement], tuple[float, float, float]]:
-        """The step up to the verdict, and when planning, drafting and the target's pass ended."""
-        parts = self.parts
-        now = self.clock()
-        for new in [s.sequence for s in plan.scheduled if s.sequence.first_scheduled is None]:
-            new.first_scheduled = now
-        lengths = parts.planner.choose(plan)
-        planned = self.clock()
-        proposal = parts.drafters.propose([s.sequence for s in plan.scheduled], lengths)
-        drafted = self.clock()
-        logits = self._run_target(plan, proposal)
-        verified = self.clock()
-        return proposal, parts.judge.judge(plan, proposal, logits), (planned, drafted, verified)
-
-    def _run_target(self, plan: StepPlan, proposal: DraftProposal) -> torch.Tensor:
-        """One packed pass over all fed tokens and drafts."""
+    def _run_target(self, layout: StepLayout) -> Pass:
+        """One packed pass over all fed tokens and drafts. A device has then been told what to do,
+        and is waited for when tokens are drawn."""
         target, pool = self.parts.target, self.parts.pool
-        spans, size, pages = lay_out(plan, proposal), pool.page_size, pool.num_pages
+        spans, size, pages = layout.spans(), pool.page_size, pool.num_pages
         return target.forward(build_batch(spans, size, pages, target.device, target.min_rows))
+
+    def _fail_step(self, plan: StepPlan, error: Exception) -> None:
+        """Fails the requests of a step that raised; called while its exception is handled."""
+        logger.exception("a step of %d sequences failed", len(plan.scheduled))
+        failure = RequestFailed(_STEP_FAILED + type(error).__name__)
+        for sequence in plan.sequences:
+            self._fail(sequence.request.request_id, failure)
+
+    def _take_events(self) -> list[Event]:
+        events, self._events = self._events, []
+        return events
 
     # -- after the verdict ---------------------------------------------------------------
 
-    def _commit(self, plan: StepPlan, judgements: Seq[Judgement]) -> list[Verdict]:
-        """Appends what was emitted, moves the caches on, frees surplus pages.
+    def _commit(self, layout: StepLayout, judgements: Seq[Judgement], laps: Laps) -> list[Verdict]:
+        """Commits every verdict and tells the drafters.
 
         Returns:
             What every scheduled sequence was given: nothing where its request has failed.
         """
-        now = self.clock()
-        judged = list(zip(plan.scheduled, judgements, strict=True))
-        for scheduled, judgement in judged:  # before all else: other choices fail with it
+        judged = list(zip(layout.sequences, judgements, strict=True))
+        for rows, judgement in judged:  # before all else: other choices fail with it
             if judgement.corrupted:
-                sequence = scheduled.sequence
+                sequence = rows.sequence
                 failure = CorruptedLogits(len(sequence.tokens))
                 self._fail(sequence.request.request_id, failure)
-        kept = {s.sequence: j for s, j in judged if s.sequence.status is Status.RUNNING}
-        for scheduled, judgement in judged:
-            if scheduled.sequence in kept:
-                self._advance(scheduled, judgement, now)
+        kept = {r.sequence: j for r, j in judged if r.sequence.status is Status.RUNNING}
+        for rows, judgement in judged:
+            if rows.sequence in kept:
+                self._events += commit(rows, judgement, self.parts.pool, laps)
         self.parts.drafters.commit(list(kept), [judgement.verdict for judgement in kept.values()])
-        return [kept.get(s.sequence, NOTHING).verdict for s in plan.scheduled]
+        return [kept.get(r.sequence, NOTHING).verdict for r in layout.sequences]
 
-    def _advance(self, scheduled: ScheduledSequence, judgement: Judgement, now: float) -> None:
-        """Commits one sequence's verdict."""
-        sequence, verdict, pool = scheduled.sequence, judgement.verdict, self.parts.pool
-        request_id, table = sequence.request.request_id, sequence.table
-        if sequence.wants_prompt_logprobs:
-            self._collect_prompt_logprobs(sequence, judgement)
-        table.num_cached[TARGET] += scheduled.num_feed
-        if scheduled.samples:
-            sequence.append(verdict.emitted)
-            # Accepted drafts were computed in place; the last emitted token is fed next.
-            table.num_cached[TARGET] = len(sequence.tokens) - 1
-            sequence.target_passes += 1
-            sequence.draft_tokens += verdict.drafted
-            sequence.accepted_tokens += verdict.accepted
-            if sequence.first_token is None:
-                sequence.first_token = now
-            tokens = tuple(verdict.emitted)
-            self._events.append(Tokens(request_id, sequence.choice, tokens, judgement.logprobs))
-        pool.commit(table, sequence.tokens)
-        pool.truncate(table, len(sequence.tokens))
+    def _end_complete(self, plan: StepPlan, stats: StepStats) -> StepStats:
+        """Ends complete sequences; only now, so that the planner has measured their last tokens.
 
-    def _collect_prompt_logprobs(self, sequence: Sequence, judgement: Judgement) -> None:
-        if not sequence.prompt_logprobs:
-            sequence.prompt_logprobs.append(None)
-        # Where they belong, not at the end: after a preemption the prompt is read once more.
-        start = sequence.table.num_cached[TARGET] + 1
-        sequence.prompt_logprobs[start:] = judgement.prompt_logprobs
-        if not sequence.wants_prompt_logprobs:
-            entries = tuple(sequence.prompt_logprobs)
-            self._events.append(PromptLogprobs(sequence.request.request_id, entries))
-
-    def _end_complete(self, plan: StepPlan) -> None:
-        """Ends complete sequences; only now, so that the planner has measured their last tokens."""
-        for sequence in [s.sequence for s in plan.scheduled if s.sequence.status is Status.RUNNING]:
+        Returns:
+            The step's numbers, with what is known only now.
+        """
+        for sequence in [s for s in plan.sequences if s.status is Status.RUNNING]:
             if sequence.target_passes == 1:
                 leave_out_prompt(self.parts.planner, sequence)
             reason = sequence.finish_reason(self.parts.judge.eos_token_ids)
             # Without room from the start (max_tokens = 0) it is over once the prompt is read.
             if reason is not None and (sequence.num_generated or not sequence.num_uncached):
                 self._finish(sequence, reason)
+        found = report(self.parts.planner, self.parts.drafters.names)
+        return completed(stats, self.parts.scheduler, found)
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         request_id = sequence.request.request_id

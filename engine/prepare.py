@@ -13,7 +13,8 @@ from engine.control.options import PlannerOptions
 from engine.control.planner import FixedPlanner
 from engine.core import Engine
 from engine.errors import ConfigurationError
-from engine.model.loader import LoadedModel, Runner
+from engine.model.loader import LoadedModel
+from engine.model.passes import Runner
 from engine.rules import RequestRules
 from engine.types import Request, SamplingParams, SpeculationParams
 

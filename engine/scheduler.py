@@ -42,6 +42,11 @@ class StepPlan:
     prefix_hit_tokens: int
 
     @property
+    def sequences(self) -> list[Sequence]:
+        """Those that are scheduled."""
+        return [scheduled.sequence for scheduled in self.scheduled]
+
+    @property
     def prefill_tokens(self) -> int:
         """Committed tokens fed beyond the one that every decode needs."""
         return sum(s.num_feed - 1 if s.samples else s.num_feed for s in self.scheduled)

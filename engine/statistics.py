@@ -6,6 +6,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 from engine.draft.drafter import DraftProposal, Verdict
+from engine.laps import Laps
 from engine.scheduler import Scheduler, StepPlan
 from engine.types import SpeculationReport, StepStats
 
@@ -14,26 +15,29 @@ def step_stats(
     plan: StepPlan,
     proposal: DraftProposal,
     verdicts: Seq[Verdict],
-    times: tuple[float, float, float, float, float, float],
+    laps: Laps,
+    verify_seconds: float,
     scheduler: Scheduler,
 ) -> StepStats:
     """Sums up a step.
 
     Args:
-        times: when the step before ended, or this one started if there was no work; when it
-            started, planning ended, drafting ended, the target's pass ended, and it ended. Between
-            steps events are handed over and requests read; where that takes longer than the step
-            itself, something else has held the engine up, and the rest does not count.
+        laps: "schedule", "choose", "draft" and all others up to the commit. Between steps events
+            are handed over and requests read; where that takes longer than the step itself,
+            something else has held the engine up, and the rest does not count.
+        verify_seconds: what the target's pass took, as its runner tells.
         scheduler: as it is before sequences that are complete end.
     """
-    before, started, planned, drafted, verified, ended = times
-    pool = scheduler.pool
+    pool, plan_seconds = scheduler.pool, laps["schedule"] + laps["choose"]
+    others = plan_seconds + laps["draft"] + verify_seconds
     return StepStats(
-        seconds=ended - started,
-        plan_seconds=planned - started,
-        draft_seconds=drafted - planned,
-        verify_seconds=verified - drafted,
-        sample_seconds=ended - verified,
+        seconds=laps.total,
+        plan_seconds=plan_seconds,
+        choose_seconds=laps["choose"],
+        draft_seconds=laps["draft"],
+        verify_seconds=verify_seconds,
+        sample_seconds=max(0.0, laps.total - others),
+        learn_seconds=laps.before.get("learn", 0.0),
         running=len(scheduler.running),
         waiting=len(scheduler.waiting),
         prefill_tokens=plan.prefill_tokens,
@@ -48,7 +52,7 @@ def step_stats(
         prefix_hit_tokens=plan.prefix_hit_tokens,
         drafter_seconds=proposal.seconds,
         draft_forwards=proposal.forwards,
-        between_seconds=min(started - before, ended - started),
+        between_seconds=min(laps.between, laps.total),
     )
 
 

@@ -249,8 +249,8 @@ class StepStats:
 
     seconds: float
     draft_seconds: float
-    verify_seconds: float  # building the batch and the target's forward pass
-    sample_seconds: float  # logits processing, verdict, commit
+    verify_seconds: float  # the target's pass, as its runner tells
+    sample_seconds: float  # all the rest: packing the batch, drawing tokens, verdict, commit
     running: int
     waiting: int
     prefill_tokens: int
@@ -265,6 +265,8 @@ class StepStats:
     prefix_hit_tokens: int
     speculation: SpeculationReport = field(default_factory=SpeculationReport)
     plan_seconds: float = 0.0  # scheduling, and choosing drafters and draft lengths
+    choose_seconds: float = 0.0  # the second of these, a part of plan_seconds
+    learn_seconds: float = 0.0  # observing the step before, outside of both steps' seconds
     drafter_seconds: Mapping[str, float] = field(default_factory=dict)  # draft_seconds by drafter
     draft_forwards: int = 0  # passes of draft models
     between_seconds: float = 0.0  # see `step_stats`

@@ -31,6 +31,7 @@ from engine.core import Engine
 from engine.draft.drafter import Drafter
 from engine.draft.portfolio import DrafterPortfolio
 from engine.model.loader import LoadedModel
+from engine.model.passes import Pass, check_layers, start_timer
 from engine.types import (
     Event,
     Failed,
@@ -64,8 +65,10 @@ class FakeRunner:
         self.store = KVStore(shape, num_pages, page_size, self.device)
         self._tokens = [-1] * (num_pages + 1) * page_size
 
-    def forward(self, batch: Batch) -> torch.Tensor:
-        """See `Runner.forward`."""
+    def forward(self, batch: Batch, features: tuple[int, ...] = ()) -> Pass:
+        """See `Runner.forward`. Features [T, 3] of a row: layer, position, hash of its prefix."""
+        check_layers(features, self.store.shape.num_layers)
+        end = start_timer(self.device)
         slots, tokens = batch.slots.tolist(), batch.input_ids.tolist()
         for slot, token in zip(slots, tokens, strict=True):
             self._tokens[slot] = token
@@ -78,14 +81,42 @@ class FakeRunner:
                 assert slots[row] == tables[s][page] * batch.page_size + offset
                 assert batch.positions[row] == position
                 where[row] = s, position
-        rows = [self._row(tables[s], p) for s, p in map(where.get, batch.logit_rows.tolist())]
-        return torch.stack(rows) if rows else torch.empty(0, VOCAB)
+        asked = [self._prefix(tables[s], p) for s, p in map(where.get, batch.logit_rows.tolist())]
+        logits = torch.stack(list(map(fake_logits, asked))) if asked else torch.empty(0, VOCAB)
+        kept: dict[int, torch.Tensor] = {}
+        if features:
+            prefixes = [self._prefix(tables[s], p) for s, p in where.values()]
+            kept = {i: torch.stack([fake_features(i, p) for p in prefixes]) for i in features}
+        return Pass(logits, end(), kept)
 
-    def _row(self, pages: list[int], position: int) -> torch.Tensor:
+    def _prefix(self, pages: list[int], position: int) -> list[int]:
         size = self.store.page_size
         prefix = [self._tokens[pages[i // size] * size + i % size] for i in range(position + 1)]
         assert min(prefix) >= 0, "attends to a slot that was never written"
-        return fake_logits(prefix)
+        return prefix
+
+
+class Around:
+    """A runner around another, for tests that change what a pass says or does."""
+
+    def __init__(self, runner: Any) -> None:
+        self.inner = runner
+        self.store, self.device, self.min_rows = runner.store, runner.device, runner.min_rows
+
+    def forward(self, batch: Batch, features: tuple[int, ...] = ()) -> Pass:
+        """See `Runner.forward`."""
+        passed: Pass = self.inner.forward(batch, features)
+        return dataclasses.replace(passed, logits=self.change(batch, passed.logits.clone()))
+
+    def change(self, _batch: Batch, logits: torch.Tensor, /) -> torch.Tensor:
+        """The logits that are handed on; `logits` are its own to change."""
+        return logits
+
+
+def fake_features(layer: int, prefix: Iterable[int]) -> torch.Tensor:
+    """The fake model's hidden state [3] after a prefix: layer, position, hash of the prefix."""
+    tokens = array("q", prefix)
+    return torch.tensor([float(layer), len(tokens) - 1.0, float(zlib.crc32(tokens) % 2**20)])
 
 
 def fake_logits(prefix: Iterable[int]) -> torch.Tensor:

@@ -10,7 +10,6 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-import torch
 
 from engine.async_engine import AsyncEngine, EventStream
 from engine.batch import Batch
@@ -24,31 +23,29 @@ from engine.errors import (
     Overloaded,
 )
 from engine.flight import Stop
+from engine.model.passes import Pass
 from engine.types import Event, Failed, Finished, FinishReason, StepStats, Tokens
-from tests.fakes import ask, make_config, make_engine
+from tests.fakes import Around, ask, make_config, make_engine
 from tests.test_core_limits import greedy_text
 
 PROMPT = (5, 6, 7)
 PATIENCE = 20.0  # seconds until a test gives up
 
 
-class Gate:
+class Gate(Around):
     """A runner that waits at a gate before every pass."""
 
     def __init__(self, runner: Any) -> None:
-        self._runner = runner
-        self.store, self.device = runner.store, runner.device
-        self.min_rows = runner.min_rows
+        super().__init__(runner)
         self.open = threading.Event()
         self.reached = False  # by a pass, whether or not it may go on
         self.passes = 0
 
-    def forward(self, batch: Batch) -> torch.Tensor:
+    def forward(self, batch: Batch, features: tuple[int, ...] = ()) -> Pass:
         self.reached = True
         assert self.open.wait(PATIENCE)
         self.passes += 1
-        logits: torch.Tensor = self._runner.forward(batch)
-        return logits
+        return super().forward(batch, features)
 
 
 class Bench:

@@ -16,6 +16,7 @@ from engine.config import EngineConfig, ModelConfig, SpeculationConfig
 from engine.control.adaptive import AdaptivePlanner
 from engine.control.options import PlannerOptions
 from engine.control.report import measuring
+from engine.model.passes import Pass
 from engine.prepare import measure, warm_up
 from tests.drafters import ScriptedDrafter
 from tests.fakes import FakeRunner, load_fake, make_engine
@@ -31,12 +32,12 @@ class Recorder(FakeRunner):
         self.contexts: list[list[int]] = []
         self.pages: list[set[int]] = []
 
-    def forward(self, batch: Batch) -> torch.Tensor:
+    def forward(self, batch: Batch, _features: tuple[int, ...] = ()) -> Pass:
         """Computes nothing: what is timed is up to others."""
         self.contexts.append(batch.context_lengths.tolist())
         self.pages.append(set(batch.page_tables.flatten().tolist()))
         assert batch.positions.max() < batch.page_tables.shape[1] * PAGE_SIZE
-        return torch.zeros(batch.num_logits, 1)
+        return Pass(torch.zeros(batch.num_logits, 1), lambda: 1e-4)
 
 
 @pytest.fixture

@@ -14,24 +14,22 @@ from engine.batch import Batch
 from engine.errors import RequestFailed
 from engine.types import Failed, FinishReason, Request
 from tests.drafters import ScriptedDrafter, adversaries, follow
-from tests.fakes import Run, ask, make_engine, run
+from tests.fakes import Around, Run, ask, make_engine, run
 from tests.test_core_limits import greedy_text
 from tests.tiny_models import VOCAB
 
 POISON = 96
 
 
-class Poisoned:
+class Poisoned(Around):
     """A runner whose logits are `value` wherever the query token is `POISON`."""
 
     def __init__(self, runner: Any, value: float) -> None:
-        self._runner, self._value = runner, value
-        self.store, self.device = runner.store, runner.device
-        self.min_rows = runner.min_rows
+        super().__init__(runner)
+        self._value = value
         self.spoiled = 0
 
-    def forward(self, batch: Batch) -> torch.Tensor:
-        logits: torch.Tensor = self._runner.forward(batch).clone()
+    def change(self, batch: Batch, logits: torch.Tensor) -> torch.Tensor:
         for i, row in enumerate(batch.logit_rows.tolist()):
             if batch.input_ids[row] == POISON:
                 self.spoiled += 1
@@ -39,18 +37,16 @@ class Poisoned:
         return logits
 
 
-class Failing:
+class Failing(Around):
     """A runner that raises in the passes whose numbers are given, after writing the cache."""
 
     def __init__(self, runner: Any, passes: set[int]) -> None:
-        self._runner, self._passes = runner, passes
-        self.store, self.device = runner.store, runner.device
-        self.min_rows = runner.min_rows
+        super().__init__(runner)
+        self._passes = passes
         self.count = 0
 
-    def forward(self, batch: Batch) -> torch.Tensor:
+    def change(self, _batch: Batch, logits: torch.Tensor, /) -> torch.Tensor:
         self.count += 1
-        logits: torch.Tensor = self._runner.forward(batch)
         if self.count in self._passes:
             raise RuntimeError("injected: secret prompt text")
         return logits
@@ -127,17 +123,15 @@ def sampled_choices(n: int, steps: int) -> list[tuple[int, ...]]:
     return [tuple(choice.tokens) for _, choice in sorted(done.answers["r"].choices.items())]
 
 
-class FailsChoice:
+class FailsChoice(Around):
     """A runner that gives NaN in the row that would end the given text."""
 
     def __init__(self, runner: Any, text: tuple[int, ...]) -> None:
-        self._runner, self._text = runner, text
-        self.store, self.device = runner.store, runner.device
-        self.min_rows = runner.min_rows
+        super().__init__(runner)
+        self._text = text
         self._position = 3 + len(text) - 2
 
-    def forward(self, batch: Batch) -> torch.Tensor:
-        logits: torch.Tensor = self._runner.forward(batch).clone()
+    def change(self, batch: Batch, logits: torch.Tensor) -> torch.Tensor:
         for i, row in enumerate(batch.logit_rows.tolist()):
             here = int(batch.input_ids[row]), int(batch.positions[row])
             if here == (self._text[-2], self._position):

@@ -34,9 +34,10 @@ def logits_after(parts: EngineParts, tokens: Sequence[int]) -> Tensor:
         for start in range(0, len(tokens), _CHUNK):
             fed = tokens[start : start + _CHUNK]
             span = Span(fed, start, table, int(start + len(fed) == len(tokens)))
-            logits = target.forward(
-                build_batch([span], pool.page_size, pool.num_pages, target.device, target.min_rows)
+            batch = build_batch(
+                [span], pool.page_size, pool.num_pages, target.device, target.min_rows
             )
+            logits = target.forward(batch).logits
         return logits[:, : parts.judge.vocab_size].float().clone()
     finally:
         pool.free(table)

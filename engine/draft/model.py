@@ -15,7 +15,7 @@ import torch
 
 from engine.batch import Span, build_batch
 from engine.draft.drafter import DraftProposal, Verdict
-from engine.model.loader import Runner
+from engine.model.passes import Runner
 from engine.sampling import Purpose, SamplingRow, Selector, probabilities, process_logits
 from engine.sequence import Sequence
 
@@ -169,7 +169,7 @@ class ModelDrafter:
         batch = build_batch(
             spans, limits.page_size, limits.num_pages, runner.device, runner.min_rows
         )
-        return runner.forward(batch)[:, : limits.vocab_size]
+        return runner.forward(batch).logits[:, : limits.vocab_size]
 
     def _draw(self, drafts: list[_Draft], logits: torch.Tensor) -> None:
         """One more token for every draft, from its row of logits [len(drafts), V]."""

@@ -7,14 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import torch
 from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from engine.batch import Batch
-from engine.cache.store import CacheShape, KVStore
+from engine.cache.store import CacheShape
 from engine.config import ModelConfig
 from engine.errors import ConfigurationError, ModelNotSupported
 from engine.model.attention.base import AttentionBackend
@@ -23,7 +21,9 @@ from engine.model.attention.cpu import MAX_GROUP, CpuAttention
 from engine.model.attention.reference import ReferenceAttention
 from engine.model.linear import can_pack, has_native_bfloat16, pack_linears
 from engine.model.native import NativeUnavailable
-from engine.model.native_decoder import NativeDecoder, NativeRunner, why_not_native
+from engine.model.native_decoder import NativeDecoder, why_not_native
+from engine.model.native_runner import NativeRunner
+from engine.model.passes import Runner
 from engine.model.runner import ATTENTION, ModelRunner, cache_shape
 
 logger = logging.getLogger(__name__)
@@ -35,20 +35,6 @@ RUNNERS = ("auto", "native", "torch", "reference")
 #: Settings of a model's configuration that change its attention in ways paged attention does
 #: not implement.
 _UNSUPPORTED = ("attn_logit_softcapping", "attention_chunk_size", "attention_sink")
-
-
-class Runner(Protocol):
-    """Runs a model over packed batches: `NativeRunner` or `ModelRunner`."""
-
-    store: KVStore
-    device: torch.device
-    #: Rows a pass needs at least, so that every row is computed alike.
-    min_rows: int
-
-    def forward(self, batch: Batch) -> torch.Tensor:
-        """Writes the batch's K/V and returns logits [num_logits, V]; they are valid until the
-        next call."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,12 +19,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from engine.batch import Batch
 from engine.cache.huge_pages import Arena
 from engine.cache.store import CacheShape, KVStore
 from engine.model.linear import has_native_bfloat16
 from engine.model.native import fields, load_kernels
-from engine.model.packing import BLOCK, alternate, alternate_halves, num_blocks, pack, pad_rows
+from engine.model.packing import BLOCK, alternate, alternate_halves, pack, pad_rows
 
 _MAX_GROUP = 16  # query heads per key/value head (`kTileRows`)
 
@@ -62,14 +61,15 @@ class _Decoder(ctypes.Structure):
     ]
 
 
-class _Step(ctypes.Structure):
+class Step(ctypes.Structure):
     """Mirrors `Step` in kernels/decoder.h."""
 
     _fields_ = [
         *fields(ctypes.c_void_p, "input_ids positions slots logit_rows"),
         *fields(ctypes.c_void_p, "query_starts context_lengths page_tables"),
         *fields(ctypes.c_void_p, "residual squares normed queries qkv gated logits"),
-        *fields(ctypes.c_int32, "rows num_logits sequences table_width page_size unused"),
+        *fields(ctypes.c_void_p, "features feature_layers"),
+        *fields(ctypes.c_int32, "rows num_logits sequences table_width page_size num_features"),
     ]
 
 
@@ -111,7 +111,7 @@ class NativeDecoder:
 
     def __init__(self, model: PreTrainedModel, max_model_len: int) -> None:
         self._kernel = load_kernels().specserve_decode
-        self._kernel.argtypes = [ctypes.POINTER(_Decoder), ctypes.POINTER(_Step)]
+        self._kernel.argtypes = [ctypes.POINTER(_Decoder), ctypes.POINTER(Step)]
         self._kernel.restype = None
         self._kept: list[torch.Tensor] = []  # what the kernel's pointers point to
         self._arena = Arena()
@@ -158,7 +158,7 @@ class NativeDecoder:
         """Memory of all weights and tables."""
         return sum(t.numel() * t.element_size() for t in self._kept)
 
-    def bind(self, store: KVStore) -> Callable[[_Step], None]:
+    def bind(self, store: KVStore) -> Callable[[Step], None]:
         """A function that runs one pass with `store` as the cache; stores may be many."""
         layers = type(self._layers)(*self._layers)
         for layer, keys, values in zip(layers, store.keys, store.values, strict=True):
@@ -166,7 +166,7 @@ class NativeDecoder:
         decoder = _Decoder.from_buffer_copy(self._decoder)
         decoder.layers = layers
 
-        def run(step: _Step) -> None:
+        def run(step: Step) -> None:
             self._kernel(ctypes.byref(decoder), ctypes.byref(step))
 
         return run
@@ -229,65 +229,6 @@ class NativeDecoder:
     def _keep(self, tensor: torch.Tensor) -> int:
         self._kept.append(self._arena.keep(tensor))
         return self._kept[-1].data_ptr()
-
-
-class NativeRunner:
-    """Runs a `NativeDecoder` over packed batches; the counterpart of `ModelRunner`.
-
-    Args:
-        decoder: the weights.
-        num_pages: pages of the pool; the store is allocated here.
-        page_size: tokens per page.
-    """
-
-    #: One row is computed like any other.
-    min_rows = 1
-
-    def __init__(self, decoder: NativeDecoder, num_pages: int, page_size: int) -> None:
-        self.device = torch.device("cpu")
-        self.store = KVStore(decoder.shape, num_pages, page_size, self.device)
-        self._decoder = decoder
-        self._rows = self._num_logits = 0
-        self._run = decoder.bind(self.store)
-
-    def forward(self, batch: Batch) -> torch.Tensor:
-        """One packed pass: writes K/V, returns logits [num_logits, V] float32.
-
-        The logits live in a buffer that the next pass overwrites.
-        """
-        self._make_room(batch.input_ids.numel(), batch.num_logits)
-        step = _Step(
-            rows=batch.input_ids.numel(),
-            num_logits=batch.num_logits,
-            sequences=batch.context_lengths.numel(),
-            table_width=batch.page_tables.shape[1],
-            page_size=batch.page_size,
-        )
-        tokens = ("input_ids", "positions", "slots", "logit_rows")
-        for name in (*tokens, "query_starts", "context_lengths", "page_tables"):
-            setattr(step, name, getattr(batch, name).data_ptr())
-        for name in ("residual", "squares", "normed", "queries", "qkv", "gated", "logits"):
-            setattr(step, name, getattr(self, f"_{name}").data_ptr())
-        self._run(step)
-        return self._logits[: batch.num_logits]
-
-    def _make_room(self, rows: int, num_logits: int) -> None:
-        """Grows the buffers; in the steady state they are just reused."""
-        decoder, dtype = self._decoder, self._decoder.dtype
-        if rows > self._rows:
-            self._rows = rows
-            attended = decoder.heads * decoder.head_size
-            joined = attended + 2 * decoder.groups * decoder.head_size
-            hidden, widest = num_blocks(decoder.hidden), num_blocks(max(decoder.hidden, attended))
-            self._residual = torch.empty(hidden, rows, BLOCK)
-            self._squares = torch.empty(hidden, rows)
-            self._normed = torch.empty(widest, rows, BLOCK, dtype=dtype)
-            self._queries = torch.empty(rows, attended, dtype=dtype)
-            self._qkv = torch.empty(rows, num_blocks(joined) * BLOCK)
-            self._gated = torch.empty(num_blocks(decoder.intermediate), rows, BLOCK, dtype=dtype)
-        if num_logits > self._num_logits or not hasattr(self, "_logits"):
-            self._num_logits = num_logits
-            self._logits = torch.empty(num_logits, decoder.vocab)
 
 
 def _bias_of(layer: nn.Module) -> torch.Tensor | None:

@@ -6,6 +6,9 @@ in transformers' attention interface, which finds the step's batch in the keywor
 
 from __future__ import annotations
 
+import contextlib
+import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,6 +19,7 @@ from engine.batch import Batch
 from engine.cache.store import CacheShape, KVStore
 from engine.errors import ModelNotSupported
 from engine.model.attention.base import Attend, AttentionBackend, AttentionCall
+from engine.model.passes import Pass, check_layers, start_timer
 
 #: Name under which paged attention is registered with transformers.
 ATTENTION = "specserve_paged"
@@ -75,18 +79,64 @@ class ModelRunner:
         self.device: torch.device = model.device
         self.store = KVStore(cache_shape(model), num_pages, page_size, self.device)
 
+    @functools.cached_property
+    def _layers(self) -> torch.nn.ModuleList:
+        return decoder_layers(self.model)
+
     @torch.inference_mode()
-    def forward(self, batch: Batch) -> torch.Tensor:
-        """One packed pass: writes K/V, returns logits [num_logits, V] in the model's dtype."""
-        output = self.model(
-            input_ids=batch.input_ids.unsqueeze(0),
-            position_ids=batch.positions.unsqueeze(0),
-            use_cache=False,
-            logits_to_keep=batch.logit_rows,
-            paged_attend=self.backend.prepare(batch, self.store),
-        )
-        logits: torch.Tensor = output.logits[0, : batch.num_logits]
-        return logits
+    def forward(self, batch: Batch, features: tuple[int, ...] = ()) -> Pass:
+        """See `Runner.forward`; the logits are of the model's dtype."""
+        check_layers(features, self.store.shape.num_layers)
+        end = start_timer(self.device)
+        with self._keeping(features) as states:
+            output = self.model(
+                input_ids=batch.input_ids.unsqueeze(0),
+                position_ids=batch.positions.unsqueeze(0),
+                use_cache=False,
+                logits_to_keep=batch.logit_rows,
+                paged_attend=self.backend.prepare(batch, self.store),
+            )
+        rows = batch.input_ids.numel() - batch.num_padding_rows
+        kept = {layer: state[0, :rows].float() for layer, state in states.items()}
+        return Pass(output.logits[0, : batch.num_logits], end(), kept)
+
+    @contextlib.contextmanager
+    def _keeping(self, features: tuple[int, ...]) -> Iterator[dict[int, torch.Tensor]]:
+        """Has the model's layers hand over their hidden states [1, T, hidden] while it runs."""
+        states: dict[int, torch.Tensor] = {}
+
+        def keep_input(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            states[0] = args[0] if args else kwargs["hidden_states"]
+
+        def keep_output(layer: int, output: Any) -> None:
+            states[layer] = output if isinstance(output, torch.Tensor) else output[0]
+
+        with contextlib.ExitStack() as hooks:
+            for layer in features:
+                if layer == 0:
+                    hook = self._layers[0].register_forward_pre_hook(keep_input, with_kwargs=True)
+                else:
+                    hook = self._layers[layer - 1].register_forward_hook(
+                        lambda _module, _input, output, layer=layer: keep_output(layer, output)
+                    )
+                hooks.callback(hook.remove)
+            yield states
+
+
+def decoder_layers(model: PreTrainedModel) -> torch.nn.ModuleList:
+    """The model's decoder layers, first to last.
+
+    Raises:
+        ModelNotSupported: it has no such list.
+    """
+    count = model.config.get_text_config().num_hidden_layers
+    for module in model.modules():
+        if isinstance(module, torch.nn.ModuleList) and len(module) == count:
+            return module
+    raise ModelNotSupported(
+        f"{type(model).__name__} has no list of its {count} decoder layers, so its hidden states "
+        "cannot be read; use a drafter that needs none."
+    )
 
 
 def cache_shape(model: PreTrainedModel) -> CacheShape:

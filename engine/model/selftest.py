@@ -20,7 +20,8 @@ import torch
 from engine.batch import Span, build_batch
 from engine.cache.pages import PRIVATE, PagePool, PageTable
 from engine.config import ModelConfig
-from engine.model.loader import Runner, load_model
+from engine.model.loader import load_model
+from engine.model.passes import Runner
 
 #: Rows that share a pass: one, a few (kernels change between them), a verify pass, a chunk.
 SHAPES = (1, 2, 3, 5, 8, 16, 33)
@@ -174,7 +175,7 @@ class _Round:
         """A copy of the pass's logits, since the runner may write over them."""
         pool, runner = self._pool, self._runner
         batch = build_batch(spans, pool.page_size, pool.num_pages, runner.device, runner.min_rows)
-        return runner.forward(batch)[:, : self._vocab_size].float().clone()
+        return runner.forward(batch).logits[:, : self._vocab_size].float().clone()
 
 
 def _chunks(length: int) -> list[int]:

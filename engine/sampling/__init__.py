@@ -8,6 +8,7 @@ from engine.sampling.logprobs import token_logprobs
 from engine.sampling.noise import Purpose, gumbel, noise_key, race, uniform
 from engine.sampling.processors import Selector, process_logits
 from engine.sampling.rows import SamplingRow
+from engine.sampling.sampler import Draw, Drawn, RowSampler, Sampler
 from engine.sampling.verify import (
     Chance,
     KeyedChance,
@@ -20,9 +21,13 @@ from engine.sampling.verify import (
 
 __all__ = [
     "Chance",
+    "Draw",
+    "Drawn",
     "KeyedChance",
     "Outcome",
     "Purpose",
+    "RowSampler",
+    "Sampler",
     "SamplingRow",
     "Selector",
     "block",

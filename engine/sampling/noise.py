@@ -107,6 +107,11 @@ def race_row(key: int, ids: Tensor | None, log_weights: Tensor) -> int:
 
     The winner is the same whether a token outside the support is left out or weighs -inf.
     """
+    return int(race_winner(key, ids, log_weights))
+
+
+def race_winner(key: int, ids: Tensor | None, log_weights: Tensor) -> Tensor:
+    """As `race_row`; the winner stays where the weights are, int64 without dimensions."""
     if log_weights.numel() > _SCREEN_ABOVE:
         near = _screen(key, ids, log_weights)
         ids = near if ids is None else ids[near]
@@ -114,7 +119,7 @@ def race_row(key: int, ids: Tensor | None, log_weights: Tensor) -> int:
     elif ids is None:
         ids = torch.arange(log_weights.numel(), device=log_weights.device)
     score = gumbel(key, ids).add_(log_weights)
-    return int(ids[score.argmax()])
+    return ids[score.argmax()]
 
 
 def _screen(key: int, ids: Tensor | None, log_weights: Tensor) -> Tensor:

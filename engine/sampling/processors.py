@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from engine.sampling.noise import Purpose, noise_key, race_row
+from engine.sampling.noise import Purpose, noise_key, race_winner
 from engine.sampling.penalties import Prompts, adjust, adjusts, repair
 from engine.sampling.rows import SamplingRow
 from engine.sampling.truncation import truncate
 
 __all__ = ["SamplingRow", "Selector", "peaks", "process_logits"]
+
+_LARGEST = torch.finfo(torch.float32).max
 
 
 def process_logits(
@@ -45,10 +47,11 @@ def process_logits(
         return logits.float()
     out = logits.to(torch.float32, copy=True)
     out[:, size:] = -torch.inf
-    prompts = Prompts()
-    for row_logits, row, untouched in zip(out[:, :size], rows, as_they_are, strict=True):
-        if not untouched:
-            ids, values = _process_row(row_logits, row, prompts)
+    touched = {i: out[i, :size] for i, untouched in enumerate(as_they_are) if not untouched}
+    _make_drawable(touched, rows)
+    for i, row_logits in touched.items():
+        if not rows[i].params.greedy:
+            ids, values = truncate(row_logits, rows[i].params)
             if ids is None:
                 row_logits.copy_(values)
             else:
@@ -97,23 +100,54 @@ class Selector:
             ValueError: `picks` and `rows` differ in length.
         """
         _check_number(rows, len(picks))
-        prompts = Prompts()
-        return [
-            self._select_one(pick, row, purpose, prompts)
-            for pick, row in zip(picks, rows, strict=True)
-        ]
+        values, ids = self._peaks
+        tokens = [ids[pick] for pick in picks]
+        drawable = [abs(values[pick]) <= _LARGEST for pick in picks]
+        plain = [ok and not adjusts(row) for ok, row in zip(drawable, rows, strict=True)]
+        winners = {
+            i: _winner(self._copy(picks[i]), row, purpose)
+            for i, row in enumerate(rows)
+            if plain[i] and not row.params.greedy
+        }
+        others = {i: self._copy(picks[i]) for i, is_plain in enumerate(plain) if not is_plain}
+        _make_drawable(others, rows)
+        winners |= {i: _winner(logits, rows[i], purpose) for i, logits in others.items()}
+        if winners:
+            chosen = torch.stack(list(winners.values())).tolist()
+            for i, token in zip(winners, chosen, strict=True):
+                tokens[i] = token
+        return tokens
 
-    def _select_one(self, pick: int, row: SamplingRow, purpose: Purpose, prompts: Prompts) -> int:
-        if row.params.greedy and not adjusts(row):
-            values, ids = self._peaks
-            if math.isfinite(values[pick]):
-                return ids[pick]
-        copy = self._logits[pick].to(torch.float32, copy=True)
-        support, log_weights = _process_row(copy, row, prompts)
-        if row.params.greedy:
-            return int(log_weights.argmax())
-        key = noise_key(row.seed, row.choice, row.position, purpose, row.step)
-        return race_row(key, support, log_weights)
+    def _copy(self, pick: int) -> Tensor:
+        return self._logits[pick].to(torch.float32, copy=True)
+
+
+def _make_drawable(copies: Mapping[int, Tensor], rows: Sequence[SamplingRow]) -> None:
+    """Adjusts rows in place, and repairs those without a token to draw; they are looked at
+    together, so that a device is waited for once.
+
+    Args:
+        copies: logits [V] float32 of some of `rows`, by their place.
+        rows: what they ask for.
+    """
+    prompts = Prompts()
+    for i, logits in copies.items():
+        if adjusts(rows[i]):
+            adjust(logits, rows[i], prompts)
+    if copies:
+        best = torch.stack([logits.max() for logits in copies.values()]).tolist()
+        for (i, logits), value in zip(copies.items(), best, strict=True):
+            if not math.isfinite(value):
+                repair(logits, rows[i])
+
+
+def _winner(logits: Tensor, row: SamplingRow, purpose: Purpose) -> Tensor:
+    """The token of one row that is drawable, int64 without dimensions, where the logits are."""
+    if row.params.greedy:
+        return logits.argmax()
+    support, log_weights = truncate(logits, row.params)
+    key = noise_key(row.seed, row.choice, row.position, purpose, row.step)
+    return race_winner(key, support, log_weights)
 
 
 def peaks(logits: Tensor) -> tuple[list[float], list[int]]:
@@ -130,25 +164,9 @@ def peaks(logits: Tensor) -> tuple[list[float], list[int]]:
         table = logits.detach().numpy()
         places = table.argmax(1)
         return table[np.arange(len(table)), places].tolist(), places.tolist()
-    values, ids = torch.max(logits, -1)
-    return values.tolist(), ids.tolist()
-
-
-def _process_row(
-    logits: Tensor, row: SamplingRow, prompts: Prompts
-) -> tuple[Tensor | None, Tensor]:
-    """One row's support and log weights, as `truncate` returns them.
-
-    Args:
-        logits: [V] float32; changed in place, so hand in a copy.
-        row: what the row asks for.
-        prompts: shared by the rows of one call.
-    """
-    if adjusts(row):
-        adjust(logits, row, prompts)
-    if not bool(logits.max().isfinite()):
-        repair(logits, row)
-    return (None, logits) if row.params.greedy else truncate(logits, row.params)
+    # Both at once, since a device is waited for each time; float64 holds either exactly.
+    values, ids = torch.stack([found.double() for found in torch.max(logits, -1)]).tolist()
+    return values, list(map(int, ids))
 
 
 def _as_they_are(logits: Tensor, rows: Sequence[SamplingRow]) -> list[bool]:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence as Seq
 from typing import Any
 
 from torch import Tensor
 
 from engine.judge import Judge
-from engine.sampling import SamplingRow
+from engine.sampling import Draw, Drawn, RowSampler, SamplingRow
 from engine.sequence import Sequence
 
 
@@ -19,10 +20,10 @@ class Leaky(Judge):
         super().__init__(*args)
         self.rejected: dict[Sequence, list[int]] = {}
 
-    def judge(self, plan: Any, proposal: Any, logits: Tensor) -> Any:
-        judgements = super().judge(plan, proposal, logits)
-        for s, draft, judgement in zip(plan.scheduled, proposal.tokens, judgements, strict=True):
-            self.rejected[s.sequence] = draft[judgement.verdict.accepted :]
+    def judge(self, layout: Any, proposal: Any, logits: Tensor) -> Any:
+        judgements = super().judge(layout, proposal, logits)
+        for rows, judgement in zip(layout.sequences, judgements, strict=True):
+            self.rejected[rows.sequence] = rows.draft[judgement.verdict.accepted :]
         return judgements
 
     def _row(self, sequence: Any, draft: Any, depth: int, step: int = 0) -> SamplingRow:
@@ -34,8 +35,16 @@ class Leaky(Judge):
 class Generous(Judge):
     """Keeps the first draft token whatever the target says, and goes on as if it had said so."""
 
-    def _match(self, plan: Any, drafts: Any, selector: Any, ends: Any, chosen: Any) -> None:
-        super()._match(plan, drafts, selector, ends, chosen)
-        for said, draft in zip(chosen, drafts, strict=True):
-            if draft and len(said) == 1:
-                said[0] = draft[0]
+    def __init__(self, vocab_size: int, *args: Any) -> None:
+        super().__init__(vocab_size, *args, sampler=GenerousSampler(vocab_size))
+
+
+class GenerousSampler(RowSampler):
+    """See `Generous`."""
+
+    def draw(self, logits: Tensor, draws: Seq[Draw]) -> list[Drawn]:
+        drawn = super().draw(logits, draws)
+        for said, draw in zip(drawn, draws, strict=True):
+            if draw.draft and len(said.tokens) == 1:
+                said.tokens[0] = draw.draft[0]
+        return drawn

@@ -77,8 +77,8 @@ def test_rounding_that_turns_a_tie_is_no_fault() -> None:
     """Logits that depend on the rows in a pass, by less than a near-tie is apart."""
 
     class Flat(Uneven):
-        def forward(self, batch: Any) -> torch.Tensor:
-            logits = super().forward(batch)
+        def change(self, batch: Any, logits: torch.Tensor) -> torch.Tensor:
+            logits = super().change(batch, logits)
             logits[:, 5:7] = 50.0  # two best tokens, as good as each other
             if batch.input_ids.numel() % 2:
                 logits[:, 6] += 5e-4
@@ -93,8 +93,8 @@ def test_rounding_that_turns_a_tie_is_no_fault() -> None:
 
 def test_a_request_that_fails_is_not_clean() -> None:
     class Nothing(Uneven):
-        def forward(self, batch: Any) -> torch.Tensor:
-            return super().forward(batch) * (torch.nan if batch.input_ids.numel() > 40 else 1)
+        def change(self, batch: Any, logits: torch.Tensor) -> torch.Tensor:
+            return logits * (torch.nan if batch.input_ids.numel() > 40 else 1)
 
     report = audit_engine(engine(wrap=lambda r: Nothing(r, 0.0)), PROMPTS, QUICK)
     assert report.comparison.failures
@@ -105,10 +105,9 @@ def test_the_second_run_cannot_hide_behind_pages_of_the_first() -> None:
     """Speculation that spoils the cache shows, although both runs ask the same."""
 
     class Spoils(Uneven):
-        def forward(self, batch: Any) -> torch.Tensor:
-            logits = super().forward(batch)
+        def change(self, batch: Any, logits: torch.Tensor) -> torch.Tensor:
             if batch.context_lengths.numel() == 1 and batch.input_ids.numel() > 1:
-                self._inner._tokens[int(batch.slots[-1])] = 1
+                self.inner._tokens[int(batch.slots[-1])] = 1
             return logits
 
     report = audit_engine(

@@ -20,7 +20,7 @@ from engine.types import AuditStats, Finished, Request, SamplingParams, StepStat
 from server.metrics import Metrics
 from server.settings import Settings
 from tests.drafters import ScriptedDrafter
-from tests.fakes import Answer, Run, ask, load_fake, make_config, make_engine, tiny
+from tests.fakes import Answer, Around, Run, ask, load_fake, make_config, make_engine, tiny
 from tests.lossless.broken import Generous, Leaky
 
 PROMPT = (7, 8, 9) * 3
@@ -172,14 +172,10 @@ def test_an_audit_makes_way_at_once_and_begins_anew() -> None:
 def test_an_audit_feeds_few_tokens_a_step() -> None:
     rows: list[int] = []
 
-    class Counting:
-        def __init__(self, runner: Any) -> None:
-            self.store, self.device, self.min_rows = runner.store, runner.device, runner.min_rows
-            self._runner = runner
-
-        def forward(self, batch: Any) -> Any:
+    class Counting(Around):
+        def change(self, batch: Any, logits: Any) -> Any:
             rows.append(batch.input_ids.numel())
-            return self._runner.forward(batch)
+            return logits
 
     built = auditing(wrap=Counting, max_batch_tokens=128)
     Run(built, [ask("long", PROMPT * 10, 12, ignore_eos=True)]).finish()

@@ -14,7 +14,7 @@ from engine.model.selftest import SHAPES, InvarianceReport, check_invariance
 from server.doctor import doctor
 from server.metrics import Metrics
 from server.settings import Settings
-from tests.fakes import load_fake, make_engine, tiny
+from tests.fakes import Around, load_fake, make_engine, tiny
 from tests.server.support import make_info
 from tests.tiny_models import CONTEXT, VOCAB, load
 
@@ -27,7 +27,7 @@ def check(runner: Any, pool: PagePool | None = None, **more: Any) -> InvarianceR
     return report
 
 
-class Uneven:
+class Uneven(Around):
     """A runner whose logits depend on how many rows share the pass, and how many times it ran.
 
     Args:
@@ -35,15 +35,13 @@ class Uneven:
     """
 
     def __init__(self, runner: Any, push: float) -> None:
-        self.store, self.device, self.min_rows = runner.store, runner.device, runner.min_rows
-        self._inner = runner
+        super().__init__(runner)
         self._push = push
         self.shapes: set[int] = set()
 
-    def forward(self, batch: Batch) -> torch.Tensor:
+    def change(self, batch: Batch, logits: torch.Tensor) -> torch.Tensor:
         rows = batch.input_ids.numel()
         self.shapes.add(rows)
-        logits = self._inner.forward(batch).clone()
         if rows > 1:
             logits[:, 5] += self._push
         return logits

@@ -10,7 +10,8 @@ import torch
 
 from engine.batch import Span, build_batch
 from engine.cache.pages import PagePool
-from engine.model.native_decoder import NativeDecoder, NativeRunner, why_not_native
+from engine.model.native_decoder import NativeDecoder, why_not_native
+from engine.model.native_runner import NativeRunner
 from engine.model.packing import alternate, alternate_halves, pack
 from tests.tiny_models import CONTEXT, FAMILIES, VOCAB, eager, make_model
 
@@ -28,7 +29,7 @@ def new_runner(
 
 def feed(runner: NativeRunner, pool: PagePool, spans: list[Span]) -> torch.Tensor:
     batch = build_batch(spans, pool.page_size, pool.num_pages, min_rows=1)
-    return runner.forward(batch).clone()
+    return runner.forward(batch).logits.clone()
 
 
 def whole(runner: NativeRunner, pool: PagePool) -> torch.Tensor:

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from engine.config import ModelConfig
-from engine.model.loader import LoadedModel, Runner, adopt_model
+from engine.model.loader import LoadedModel, adopt_model
+from engine.model.passes import Runner
 from tests.model.paging import Pages, chunks
 from tests.tiny_models import FAMILIES, VOCAB, make_model
 
@@ -71,7 +72,7 @@ def logits(
         alive = [i for i, t in enumerate(texts) if start < len(t)]
         fed = [texts[i][start:end] for i in alive]
         parts = [(tables[i], start, f) for i, f in zip(alive, fed, strict=True)]
-        out = runner.forward(pages.batch(parts, runner.min_rows)).float().clone()
+        out = runner.forward(pages.batch(parts, runner.min_rows)).logits.float().clone()
         for i, rows in zip(alive, out.split([len(f) for f in fed]), strict=True):
             found[i].append(rows)
     return [torch.cat(rows) for rows in found]
@@ -154,7 +155,7 @@ def test_one_model_may_serve_several_stores() -> None:
         first, second = text(20, 5), text(20, 6)
         one.forward(pages.batch([(table, 0, first[:19])], one.min_rows))
         two.forward(pages.batch([(table, 0, second[:19])], two.min_rows))
-        got = one.forward(pages.batch([(table, 19, first[19:])], one.min_rows))
+        got = one.forward(pages.batch([(table, 19, first[19:])], one.min_rows)).logits
         (wanted,) = logits(model, [first], size=20)
         assert torch.equal(got[0].float(), wanted[19])
 
@@ -168,6 +169,6 @@ def test_only_wanted_logits_are_computed() -> None:
         table = pages.table(40)
         batch = pages.batch([(table, 0, TEXTS[0])], runner.min_rows)
         none = dataclasses.replace(batch, logit_rows=batch.logit_rows[:0], num_logits=0)
-        assert runner.forward(none).shape == (0, VOCAB)
+        assert runner.forward(none).logits.shape == (0, VOCAB)
         some = dataclasses.replace(batch, logit_rows=torch.tensor([3, 39]), num_logits=2)
-        assert torch.equal(runner.forward(some).float(), truth[[3, 39]])
+        assert torch.equal(runner.forward(some).logits.float(), truth[[3, 39]])

@@ -40,7 +40,9 @@ struct Step {
   float* qkv;                 // [T, (heads + 2 * groups) * head_size], padded to blocks
   void* gated;                // [intermediate / 32, T, 32]; as normed and queries in the weights' type
   float* logits;    // [R, V]
-  int32_t rows, num_logits, sequences, table_width, page_size, unused;
+  float* features;  // [F, T, hidden], the residual stream after each of `feature_layers` [F]
+  const int32_t* feature_layers;  // 0 = embeddings, i = after i layers
+  int32_t rows, num_logits, sequences, table_width, page_size, num_features;
 };
 
 namespace {
@@ -87,6 +89,19 @@ struct Forward {
     store(to, first);
     store(to + kLanes, second);
     s.squares[int64_t(block) * s.rows + row] = sum(first * first) + sum(second * second);
+  }
+
+  // Copies the residual stream where it is asked for. Each thread keeps to its own blocks, which
+  // nobody else writes, so none waits.
+  void keep_features(int layer) const {
+    for (int f = 0; f < s.num_features; ++f) {
+      if (s.feature_layers[f] != layer) continue;
+      const Share own = own_blocks();
+      for (int t = 0; t < s.rows; ++t)
+        for (int block = own.begin; block < own.end; ++block)
+          std::memcpy(s.features + (int64_t(f) * s.rows + t) * m.hidden + block * kBlockOutputs, residual_block(block, t),
+                      sizeof(float) * width_of(block));
+    }
   }
 
   // Norms `count` rows: those given, or all.
@@ -255,6 +270,7 @@ struct Forward {
     {
       Scratch<T> scratch(padded_size(m.head_size));
       embed();
+      keep_features(0);
       for (int l = 0; l < m.num_layers; ++l) {
         const Layer& layer = m.layers[l];
         norm_rows(layer.input_norm, nullptr, s.rows);
@@ -268,6 +284,7 @@ struct Forward {
         norm_rows(layer.post_norm, nullptr, s.rows);
         gate(layer);
         project_back(gated, m.intermediate, layer.down, layer.down_bias);
+        keep_features(l + 1);
       }
       if (s.num_logits) compute_logits();
     }

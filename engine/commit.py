@@ -1,0 +1,57 @@
+"""What a verdict does to its sequence: tokens appended, caches moved on, surplus pages freed."""
+
+from __future__ import annotations
+
+from engine.cache.pages import TARGET, PagePool
+from engine.judge import Judgement
+from engine.laps import Laps
+from engine.layout import SequenceRows
+from engine.sequence import Sequence
+from engine.types import Event, PromptLogprobs, Tokens
+
+
+def commit(rows: SequenceRows, judgement: Judgement, pool: PagePool, laps: Laps) -> list[Event]:
+    """Commits one sequence's verdict.
+
+    Args:
+        rows: the sequence's, in the step that was judged.
+        judgement: sound.
+        pool: holds its pages.
+        laps: of the step; tell when the sequence was scheduled and judged.
+
+    Returns:
+        What its caller is to hear.
+    """
+    sequence, verdict, table = rows.sequence, judgement.verdict, rows.sequence.table
+    events: list[Event] = []
+    if sequence.first_scheduled is None:
+        sequence.first_scheduled = laps.end("schedule")
+    if sequence.wants_prompt_logprobs:
+        events += _collect_prompt_logprobs(sequence, rows.position + 1, judgement)
+    table.num_cached[TARGET] += rows.num_fed
+    if rows.scheduled.samples:
+        sequence.append(verdict.emitted)
+        # Accepted drafts were computed in place; the last emitted token is fed next.
+        table.num_cached[TARGET] = len(sequence.tokens) - 1
+        sequence.target_passes += 1
+        sequence.draft_tokens += verdict.drafted
+        sequence.accepted_tokens += verdict.accepted
+        if sequence.first_token is None:
+            sequence.first_token = laps.end("judge")
+        tokens, name = tuple(verdict.emitted), sequence.request.request_id
+        events.append(Tokens(name, sequence.choice, tokens, judgement.logprobs))
+    pool.commit(table, sequence.tokens)
+    pool.truncate(table, len(sequence.tokens))
+    return events
+
+
+def _collect_prompt_logprobs(sequence: Sequence, start: int, judgement: Judgement) -> list[Event]:
+    """Notes entries of the prompt from `start` on; once there are all, they are an event."""
+    if not sequence.prompt_logprobs:
+        sequence.prompt_logprobs.append(None)
+    # Where they belong, not at the end: after a preemption the prompt is read once more.
+    sequence.prompt_logprobs[start:] = judgement.prompt_logprobs
+    if sequence.wants_prompt_logprobs:
+        return []
+    entries = tuple(sequence.prompt_logprobs)
+    return [PromptLogprobs(sequence.request.request_id, entries)]
