@@ -1,8 +1,7 @@
 """The nouns of the engine: plain data, no tensors, no text.
 
-What a caller asks for is frozen and crosses the thread border (`Request`); what the engine
-answers is frozen too (`Tokens`, `Finished`, `Failed`). Only `Sequence` changes, and only on
-the engine's own thread.
+What a caller asks for (`Request`) is frozen and crosses the thread border, and so is what the
+engine answers (`Tokens`, `Finished`, `Failed`). Only `Sequence` changes, on the engine's thread.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ def race_winner(key: int, ids: Tensor | None, log_weights: Tensor) -> Tensor:
     elif ids is None:
         ids = torch.arange(log_weights.numel(), device=log_weights.device)
     score = gumbel(key, ids).add_(log_weights)
-    return ids[score.argmax()]
+    return ids.take(score.argmax())  # an index in brackets would be read, and waited for
 
 
 def _screen(key: int, ids: Tensor | None, log_weights: Tensor) -> Tensor:
