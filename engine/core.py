@@ -14,6 +14,7 @@ import torch
 
 from engine.batch import build_batch
 from engine.cache.pages import TARGET, PagePool
+from engine.config import NO_DRAFTER
 from engine.control.planner import Planner
 from engine.control.report import leave_out_prompt, report, speedup_of
 from engine.control.status import describe
@@ -25,8 +26,8 @@ from engine.model.loader import Runner
 from engine.scheduler import ScheduledSequence, Scheduler, StepPlan
 from engine.sequence import Sequence, Status
 from engine.statistics import completed, step_stats
+from engine.step_view import rows_of, view_step
 from engine.types import (
-    AuditStats,
     Event,
     Failed,
     Finished,
@@ -55,11 +56,10 @@ class EngineParts:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """Events for callers; what the step did, if it did anything; what an audit that ended found."""
+    """Events for callers; what the step did, if it did anything."""
 
     events: list[Event]
     stats: StepStats | None
-    audit: AuditStats | None = None
 
 
 class Engine:
@@ -99,11 +99,6 @@ class Engine:
         """Whether a step would do anything."""
         return bool(self._requests or self._events)
 
-    @property
-    def patience(self) -> float | None:
-        """Seconds without work after which `step` should be called all the same; None = never."""
-        return None
-
     def add(self, request: Request) -> None:
         """Queues a request that `RequestRules.validate` has passed."""
         ask = request.speculation
@@ -116,7 +111,7 @@ class Engine:
             "drafter": drafters[0],
             "drafters": drafters,
             "verification": self.parts.judge.rule_for(request.sampling),
-            "max_draft": 0 if ask.enabled is False or drafters == ("none",) else wanted,
+            "max_draft": 0 if ask.enabled is False or drafters == (NO_DRAFTER,) else wanted,
             "limit": min(len(request.prompt) + request.sampling.max_tokens, self.max_model_len),
         }
         self._tickets += 1
@@ -129,10 +124,10 @@ class Engine:
             self.parts.scheduler.add(sequence)
 
     def _default_drafters(self, request: Request) -> tuple[str, ...]:
-        """A predicted answer is the best guess there is; only `lookup` reads predictions."""
-        names = self.default_drafters
-        if request.speculation.prediction and "lookup" in self.parts.drafters.names:
-            return ("lookup", *(name for name in names if name not in ("lookup", "none")))
+        """A predicted answer is the best guess there is: who reads it comes first."""
+        names, readers = self.default_drafters, self.parts.drafters.prediction_readers
+        if request.speculation.prediction and readers:
+            return (*readers, *(n for n in names if n not in (*readers, NO_DRAFTER)))
         return names
 
     def abort(self, request_id: str, choice: int | None, reason: FinishReason) -> None:
@@ -179,7 +174,7 @@ class Engine:
                 for scheduled in plan.scheduled:
                     self._fail(scheduled.sequence.request.request_id, failure)
             else:
-                verdicts = self._commit(plan, judgements)
+                verdicts = self._commit(plan, proposal, judgements)
                 times = (before, started, *marks, self.clock())
                 stats = step_stats(plan, proposal, verdicts, times, self.parts.scheduler)
                 self.parts.planner.observe(plan, verdicts, stats)
@@ -200,7 +195,8 @@ class Engine:
             new.first_scheduled = now
         lengths = parts.planner.choose(plan)
         planned = self.clock()
-        proposal = parts.drafters.propose([s.sequence for s in plan.scheduled], lengths)
+        sequences = [s.sequence for s in plan.scheduled]
+        proposal = parts.drafters.propose(sequences, lengths, [s.drafter for s in sequences])
         drafted = self.clock()
         logits = self._run_target(plan, proposal)
         verified = self.clock()
@@ -214,13 +210,16 @@ class Engine:
 
     # -- after the verdict ---------------------------------------------------------------
 
-    def _commit(self, plan: StepPlan, judgements: Seq[Judgement]) -> list[Verdict]:
+    def _commit(
+        self, plan: StepPlan, proposal: DraftProposal, judgements: Seq[Judgement]
+    ) -> list[Verdict]:
         """Appends what was emitted, moves the caches on, frees surplus pages.
 
         Returns:
             What every scheduled sequence was given: nothing where its request has failed.
         """
         now = self.clock()
+        rows = rows_of(plan, proposal)  # before the caches move on
         judged = list(zip(plan.scheduled, judgements, strict=True))
         for scheduled, judgement in judged:  # before all else: other choices fail with it
             if judgement.corrupted:
@@ -231,7 +230,8 @@ class Engine:
         for scheduled, judgement in judged:
             if scheduled.sequence in kept:
                 self._advance(scheduled, judgement, now)
-        self.parts.drafters.commit(list(kept), [judgement.verdict for judgement in kept.values()])
+        verdicts = {sequence: judgement.verdict for sequence, judgement in kept.items()}
+        self.parts.drafters.observe(view_step(rows, verdicts, {}))
         return [kept.get(s.sequence, NOTHING).verdict for s in plan.scheduled]
 
     def _advance(self, scheduled: ScheduledSequence, judgement: Judgement, now: float) -> None:
