@@ -69,7 +69,7 @@ class Engine:
         parts: the collaborators.
         max_model_len: most tokens of prompt and completion.
         default_drafters: drafters of requests that do not name one, at least one name.
-        max_draft: most draft tokens per sequence and step, also for requests that ask for more.
+        max_draft: the server's cap: most draft tokens per sequence and step, whatever is wished.
         clock: monotonic seconds.
     """
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from engine.cache.pages import TARGET
 from engine.draft.drafter import DraftProposal, SequenceView, StepView, Verdict
@@ -15,6 +14,30 @@ if TYPE_CHECKING:
     import torch
 
 _UNJUDGED = Verdict([], 0, 0)
+
+
+class Rows(Protocol):
+    """One scheduled sequence's rows in a pass: see `SequenceView`."""
+
+    @property
+    def sequence(self) -> Sequence:
+        """Whose they are."""
+
+    @property
+    def first_row(self) -> int:
+        """In the pass."""
+
+    @property
+    def position(self) -> int:
+        """Of the token in the first row."""
+
+    @property
+    def num_fed(self) -> int:
+        """Rows of committed tokens."""
+
+    @property
+    def num_drafts(self) -> int:
+        """Rows of draft tokens behind them."""
 
 
 def rows_of(plan: StepPlan, proposal: DraftProposal) -> list[SequenceView]:
@@ -30,16 +53,20 @@ def rows_of(plan: StepPlan, proposal: DraftProposal) -> list[SequenceView]:
 
 
 def view_step(
-    rows: Iterable[SequenceView],
+    rows: Iterable[Rows],
     verdicts: Mapping[Sequence, Verdict],
     features: Mapping[int, torch.Tensor],
 ) -> StepView:
     """A step that is over.
 
     Args:
-        rows: of all scheduled sequences, from `rows_of`.
+        rows: of all scheduled sequences.
         verdicts: what was kept; a sequence without one has failed, and is left out.
         features: [T, hidden size] by layer.
     """
-    kept = (one for one in rows if one.sequence in verdicts)
-    return StepView(tuple(replace(one, verdict=verdicts[one.sequence]) for one in kept), features)
+    views = [
+        SequenceView(s, one.first_row, one.position, one.num_fed, one.num_drafts, verdicts[s])
+        for one in rows
+        if (s := one.sequence) in verdicts
+    ]
+    return StepView(tuple(views), features)

@@ -33,7 +33,7 @@ class DrafterPortfolio:
         vocab_size: a draft is cut before the first id that the target does not know.
         features: by drafter, the layers of the target whose features it is shown.
         prediction_readers: drafters that draft from a request's `prediction`.
-        clock: seconds, for what each drafter takes.
+        clock: seconds, for what each drafter takes: the draft cost.
     """
 
     def __init__(
