@@ -25,7 +25,8 @@ from engine.build import BuiltEngine, build_engine
 from engine.config import EngineConfig
 from engine.core import Engine, StepOutput
 from engine.errors import EngineError, EngineUnavailable, InvalidRequest, RequestFailed
-from engine.flight import Abort, Add, EventStream, Flight, Look, Message, Stop
+from engine.flight import Abort, Add, EventStream, Flight, Look, Message, Stop, settle
+from engine.idle import IdleWork
 from engine.types import (
     AuditStats,
     EngineInfo,
@@ -186,15 +187,20 @@ class AsyncEngine:
         try:
             built = self._build(self._config, self._on_progress)
         except BaseException as error:
-            self._tell(_settle, ready, error)
+            self._tell(settle, ready, error)
             self._tell(self._ended.set)
             return
-        self._tell(_settle, ready, built)
-        engine = built.engine
+        self._tell(settle, ready, built)
+        engine, idle = built.engine, IdleWork(built.idle)
         last_word = _STOPPED
         try:
-            while self._read_inbox(built):
-                self._tell(self._deliver, engine.step())
+            while self._read_inbox(engine, idle):
+                if engine.has_work:
+                    output = engine.step()
+                    idle.observe(output.events)
+                    self._tell(self._deliver, output)
+                elif (found := idle.step()) is not None:
+                    self._tell(self._on_audit, found)
         except BaseException as failure:
             logger.exception("the engine died")
             last_word = f"The engine failed ({type(failure).__name__})."
@@ -203,22 +209,22 @@ class AsyncEngine:
         self._tell(self._fail_all, EngineUnavailable(last_word))
         self._tell(self._ended.set)
 
-    def _read_inbox(self, built: BuiltEngine) -> bool:
+    def _read_inbox(self, engine: Engine, idle: IdleWork) -> bool:
         """Handles all messages; waits for one if there is nothing else to do. False = stop."""
-        engine = built.engine
         block = not engine.has_work
         self._round_started = time.monotonic()
         while True:
-            message = self._next_message(block, engine.patience)
+            message = self._next_message(block, idle.patience)
             if message is None:
                 return True
             if isinstance(message, Look):  # nothing to do because of it
-                self._tell(_settle, message.answer, _look(engine))
+                self._tell(settle, message.answer, _look(engine))
                 continue
             block = False
             if isinstance(message, Stop):
                 return False
             if isinstance(message, Add):
+                idle.watch(message.request)
                 engine.add(message.request)
             else:
                 engine.abort(message.request_id, message.choice, message.reason)
@@ -258,8 +264,6 @@ class AsyncEngine:
                 self._land(flight)
         if output.stats is not None:
             self._on_step(output.stats)
-        if output.audit is not None:
-            self._on_audit(output.audit)
 
     def _land(self, flight: Flight) -> None:
         """A request is over."""
@@ -278,7 +282,7 @@ class AsyncEngine:
             flight.events.put_nowait(Failed(flight.request.request_id, error))
             self._land(flight)
         for answer in list(self._looks):
-            _settle(answer, error)
+            settle(answer, error)
 
 
 def _look(engine: Engine) -> dict[str, Any] | RequestFailed:
@@ -287,12 +291,3 @@ def _look(engine: Engine) -> dict[str, Any] | RequestFailed:
     except Exception as error:  # requests must not suffer for it
         logger.exception("the state of speculation could not be told")
         return RequestFailed(f"The state of speculation is unclear ({type(error).__name__}).")
-
-
-def _settle(future: asyncio.Future[Any], result: object) -> None:
-    if future.done():  # whoever waited has given up
-        return
-    if isinstance(result, BaseException):
-        future.set_exception(result)
-    else:
-        future.set_result(result)

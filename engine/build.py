@@ -4,29 +4,29 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
-from engine.audit.online import AuditingEngine
-from engine.cache.pages import DRAFT, TARGET, PagePool
-from engine.config import EngineConfig, ModelConfig
+from engine.audit.online import OnlineAudit
+from engine.cache.pages import TARGET, PagePool
+from engine.config import EngineConfig
 from engine.control.adaptive import AdaptivePlanner
 from engine.control.options import Mode, PlannerOptions
 from engine.control.shield import ShieldedPlanner
 from engine.core import Engine, EngineParts
-from engine.draft.drafter import Advisor, Drafter
-from engine.draft.lookup import LookupDrafter
-from engine.draft.model import DraftModelLimits, ModelDrafter
-from engine.draft.portfolio import DrafterPortfolio
-from engine.draft.store import AnswerStore
+from engine.draft import registry
+from engine.draft.build import load_models, make_portfolio
+from engine.draft.drafter import Advisor
+from engine.draft.entry import PagedModel
 from engine.errors import ConfigurationError
+from engine.idle import IdleTask
 from engine.judge import Judge
 from engine.model.loader import LoadedModel, load_model
 from engine.model.memory import available_memory, logits_bytes, plan_pages
-from engine.model.pairing import check_pair
 from engine.model.passes import Runner
 from engine.model.selftest import check_invariance
 from engine.prepare import measure, populate, warm_up
@@ -39,11 +39,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
-    """An engine, what it is, and which requests it takes."""
+    """An engine, what it is, which requests it takes, and what to do while there are none."""
 
     engine: Engine
     info: EngineInfo
     rules: RequestRules
+    idle: IdleTask | None = None
 
 
 def build_engine(
@@ -61,11 +62,7 @@ def build_engine(
     torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
     report("Loading weights")
     loaded = load_model(Path(config.model.path), config.model)
-    draft = None
-    if config.speculation.draft_model is not None:
-        report("Loading the draft model")
-        draft = _load_draft_model(config.model, config.speculation.draft_model)
-    built = assemble(config, loaded, draft, prepare=True)
+    built = assemble(config, loaded, load_models(config, report), prepare=True)
     report("Warming up")
     warm_up(built.engine, built.rules)
     report("Comparing rows across batch shapes")
@@ -75,7 +72,7 @@ def build_engine(
 def assemble(
     config: EngineConfig,
     loaded: LoadedModel,
-    draft: LoadedModel | None = None,
+    draft_models: Mapping[str, LoadedModel] | None = None,
     *,
     prepare: bool = False,
 ) -> BuiltEngine:
@@ -84,29 +81,50 @@ def assemble(
     Args:
         config: sizes and policies.
         loaded: the target.
-        draft: the draft model of the "model" drafter, if there is one.
+        draft_models: those that drafters run, by drafter.
         prepare: whether this may take seconds: to have the pages' memory backed, and for the
             planner to measure this machine, which it otherwise learns as it goes.
     """
-    models = [loaded] if draft is None else [loaded, draft]
-    pool, runners = _make_cache(config, models)
+    own = draft_models or {}
+    entries = registry.wanted(config.speculation, own)
+    names = [entry.name for entry in entries if entry.name in own]
+    pool, [target, *others] = _make_cache(config, [loaded, *map(own.__getitem__, names)])
+    drafting = dict(zip(names, others, strict=True))
     if prepare:
-        populate(runners)
-    drafters = _make_drafters(config, models, runners, pool)
-    portfolio = DrafterPortfolio(drafters, loaded.vocab_size)
+        populate([target.runner, *(model.runner for model in others)])
+    portfolio = make_portfolio(config, entries, target, drafting, pool)
     planner = _make_planner(config, portfolio)
-    if prepare and planner.options.mode is Mode.AUTO and drafters:
-        planner = AdaptivePlanner(measure(planner.options, config, models, runners, pool))
+    if prepare and planner.options.mode is Mode.AUTO and portfolio.names:
+        planner = AdaptivePlanner(measure(planner.options, config, target, drafting, pool))
     parts = EngineParts(
-        target=runners[TARGET],
+        target=target.runner,
         pool=pool,
         scheduler=Scheduler(config.scheduler, pool),
         drafters=portfolio,
         planner=ShieldedPlanner(planner),
         judge=Judge(loaded.vocab_size, loaded.eos_token_ids, config.speculation.verification),
     )
-    engine = _make_engine(config, loaded, parts)
-    info = EngineInfo(
+    engine = Engine(
+        parts,
+        max_model_len=loaded.max_model_len,
+        default_drafters=registry.default_drafters(config.speculation),
+        max_draft=config.speculation.max_draft,
+    )
+    info = _describe(config, loaded, pool, portfolio.names)
+    rules = RequestRules(
+        vocab_size=info.vocab_size,
+        max_model_len=info.max_model_len,
+        max_cached_tokens=pool.num_pages * pool.page_size,
+        drafters=info.drafters,
+    )
+    idle = OnlineAudit(engine, config.audit_rate, info.dtype) if config.audit_rate else None
+    return BuiltEngine(engine, info, rules, idle)
+
+
+def _describe(
+    config: EngineConfig, loaded: LoadedModel, pool: PagePool, drafters: tuple[str, ...]
+) -> EngineInfo:
+    return EngineInfo(
         model_name=Path(config.model.path).name,
         model_path=config.model.path,
         dtype=str(loaded.shape.dtype).removeprefix("torch."),
@@ -117,77 +135,9 @@ def assemble(
         page_size=pool.page_size,
         num_pages=pool.num_pages,
         runner=loaded.runner_name,
-        drafters=tuple(drafters),
+        drafters=drafters,
         max_draft=config.speculation.max_draft,
     )
-    rules = RequestRules(
-        vocab_size=loaded.vocab_size,
-        max_model_len=loaded.max_model_len,
-        max_cached_tokens=pool.num_pages * pool.page_size,
-        drafters=tuple(drafters),
-    )
-    return BuiltEngine(engine, info, rules)
-
-
-def _make_engine(config: EngineConfig, loaded: LoadedModel, parts: EngineParts) -> Engine:
-    speculation = config.speculation
-    if not config.audit_rate:
-        return Engine(
-            parts,
-            max_model_len=loaded.max_model_len,
-            default_drafters=speculation.default_drafters,
-            max_draft=speculation.max_draft,
-        )
-    return AuditingEngine(
-        parts,
-        max_model_len=loaded.max_model_len,
-        default_drafters=speculation.default_drafters,
-        max_draft=speculation.max_draft,
-        rate=config.audit_rate,
-        dtype=str(loaded.shape.dtype).removeprefix("torch."),
-    )
-
-
-def _make_drafters(
-    config: EngineConfig, models: list[LoadedModel], runners: list[Runner], pool: PagePool
-) -> dict[str, Drafter]:
-    """The drafters a configuration asks for, by name. `lookup` costs nothing until it is
-    used, so it is there for every request that wants it unless speculation is off.
-
-    Raises:
-        ConfigurationError: a drafter is unknown, or lacks its model.
-    """
-    speculation = config.speculation
-    names = speculation.default_drafters
-    for name in names:
-        if name not in ("lookup", "model", "none"):
-            raise ConfigurationError(f"drafter is {name!r}; choose one of lookup, model, none.")
-    if names == ("none",):
-        return {}
-    memory = speculation.lookup_store_bytes
-    drafters: dict[str, Drafter] = {
-        "lookup": LookupDrafter(store=AnswerStore(memory) if memory else None)
-    }
-    if len(models) > DRAFT:
-        target, draft = models[TARGET], models[DRAFT]
-        limits = DraftModelLimits(
-            store=DRAFT,
-            page_size=pool.page_size,
-            num_pages=pool.num_pages,
-            vocab_size=min(target.vocab_size, draft.vocab_size),
-            max_model_len=draft.max_model_len,
-            max_batch_tokens=config.scheduler.max_batch_tokens,
-            temperature=speculation.draft_temperature,
-        )
-        drafters["model"] = ModelDrafter(runners[DRAFT], limits, target.eos_token_ids)
-    elif "model" in names:
-        raise ConfigurationError("drafter is model, but no draft_model is set; name one.")
-    return drafters
-
-
-def _load_draft_model(target: ModelConfig, draft: ModelConfig) -> LoadedModel:
-    check_pair(Path(target.path), Path(draft.path))
-    return load_model(Path(draft.path), draft)
 
 
 def _make_planner(config: EngineConfig, advisor: Advisor) -> AdaptivePlanner:
@@ -219,8 +169,10 @@ def check_numerics(built: BuiltEngine) -> BuiltEngine:
     return replace(built, info=info)
 
 
-def _make_cache(config: EngineConfig, models: list[LoadedModel]) -> tuple[PagePool, list[Runner]]:
-    """One pool of pages, and one store of K/V for each model."""
+def _make_cache(
+    config: EngineConfig, models: Seq[LoadedModel]
+) -> tuple[PagePool, list[PagedModel]]:
+    """One pool of pages, and one store of K/V for each model; the target comes first."""
     cache, target = config.cache, models[TARGET]
     spare = available_memory(target.device) - logits_bytes(
         config.scheduler, config.speculation.max_draft, target.vocab_size
@@ -228,4 +180,7 @@ def _make_cache(config: EngineConfig, models: list[LoadedModel]) -> tuple[PagePo
     useful = config.scheduler.max_sequences * target.max_model_len
     pages = plan_pages(cache, [model.shape for model in models], spare, useful)
     pool = PagePool(pages, cache.page_size, len(models), cache.prefix_reuse)
-    return pool, [model.make_runner(pages, cache.page_size) for model in models]
+    return pool, [
+        PagedModel(model, model.make_runner(pages, cache.page_size), store)
+        for store, model in enumerate(models)
+    ]

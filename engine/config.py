@@ -10,6 +10,10 @@ from engine.errors import ConfigurationError
 VERIFICATIONS = ("auto", "match", "rejection", "block")
 
 
+#: What is said instead of a drafter's name where nobody drafts.
+NO_DRAFTER = "none"
+
+
 def _require(condition: bool, message: str) -> None:
     if not condition:
         raise ConfigurationError(message)
@@ -98,11 +102,13 @@ class SpeculationConfig:
     Args:
         mode: "auto" (the planner decides, from measured times), "off", or "fixed" (always as
             many draft tokens as there is room for).
-        drafter: drafter of requests that do not name one: "lookup", "model" or "none".
+        drafter: drafter of requests that do not name one: a name that is registered in
+            `engine.draft.registry`, `NO_DRAFTER`, or None for the registry's default.
         drafters: several of them, for the planner to choose from; empty = `drafter` alone.
-        lookup_store_bytes: memory for past outputs that "lookup" drafts from; 0 = keep none.
-        max_draft: most draft tokens per sequence and step.
-        draft_model: the smaller model of the "model" drafter; its path is a local directory.
+        lookup_store_bytes: memory for past answers to draft from (prompt lookup); 0 = keep none.
+        max_draft: the server's cap: most draft tokens per sequence and step, whatever a request
+            wishes.
+        draft_model: the smaller model of a drafter that runs one; its path is a local directory.
         draft_temperature: factor on a request's temperature in the draft model.
         verification: the rule for requests that sample without a seed from a draft model that
             knows its probabilities: "match", "rejection", "block", or "auto", the one that
@@ -110,7 +116,7 @@ class SpeculationConfig:
     """
 
     mode: str = "auto"
-    drafter: str = "lookup"
+    drafter: str | None = None
     drafters: tuple[str, ...] = ()
     lookup_store_bytes: int = 0
     max_draft: int = 8
@@ -119,12 +125,12 @@ class SpeculationConfig:
     verification: str = "auto"
 
     def __post_init__(self) -> None:
-        names = self.default_drafters
+        names = self.drafters
         listed = ", ".join(names)
         _require(len(set(names)) == len(names), f"drafters is {listed}; name each of them once.")
         _require(
-            len(names) == 1 or "none" not in names,
-            f"drafters is {listed}; none means nobody, so it stands alone.",
+            len(names) <= 1 or NO_DRAFTER not in names,
+            f"drafters is {listed}; {NO_DRAFTER} means nobody, so it stands alone.",
         )
         _require(
             self.lookup_store_bytes >= 0,
@@ -138,11 +144,6 @@ class SpeculationConfig:
             self.verification in VERIFICATIONS,
             f"verification is {self.verification!r}; choose one of {', '.join(VERIFICATIONS)}.",
         )
-
-    @property
-    def default_drafters(self) -> tuple[str, ...]:
-        """Drafters of requests that do not name one, at least one name."""
-        return self.drafters or (self.drafter,)
 
 
 @dataclass(frozen=True, slots=True)

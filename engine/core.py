@@ -13,6 +13,7 @@ from typing import Any
 from engine.batch import build_batch
 from engine.cache.pages import PagePool
 from engine.commit import commit
+from engine.config import NO_DRAFTER
 from engine.control.planner import Planner
 from engine.control.report import leave_out_prompt, report, speedup_of
 from engine.control.status import describe
@@ -26,8 +27,8 @@ from engine.model.passes import Pass, Runner
 from engine.scheduler import Scheduler, StepPlan
 from engine.sequence import Sequence, Status
 from engine.statistics import completed, step_stats
+from engine.step_view import view_step
 from engine.types import (
-    AuditStats,
     Event,
     Failed,
     Finished,
@@ -54,11 +55,10 @@ class EngineParts:
 
 @dataclass(frozen=True, slots=True)
 class StepOutput:
-    """Events for callers; what the step did, if it did anything; what an audit that ended found."""
+    """Events for callers; what the step did, if it did anything."""
 
     events: list[Event]
     stats: StepStats | None
-    audit: AuditStats | None = None
 
 
 class Engine:
@@ -68,7 +68,7 @@ class Engine:
         parts: the collaborators.
         max_model_len: most tokens of prompt and completion.
         default_drafters: drafters of requests that do not name one, at least one name.
-        max_draft: most draft tokens per sequence and step, also for requests that ask for more.
+        max_draft: the server's cap: most draft tokens per sequence and step, whatever is wished.
         clock: monotonic seconds.
     """
 
@@ -98,11 +98,6 @@ class Engine:
         """Whether a step would do anything."""
         return bool(self._requests or self._events)
 
-    @property
-    def patience(self) -> float | None:
-        """Seconds without work after which `step` should be called all the same; None = never."""
-        return None
-
     def add(self, request: Request) -> None:
         """Queues a request that `RequestRules.validate` has passed."""
         if not self._requests and self._laps is not None:
@@ -117,7 +112,7 @@ class Engine:
             "drafter": drafters[0],
             "drafters": drafters,
             "verification": self.parts.judge.rule_for(request.sampling),
-            "max_draft": 0 if ask.enabled is False or drafters == ("none",) else wanted,
+            "max_draft": 0 if ask.enabled is False or drafters == (NO_DRAFTER,) else wanted,
             "limit": min(len(request.prompt) + request.sampling.max_tokens, self.max_model_len),
         }
         self._tickets += 1
@@ -130,10 +125,10 @@ class Engine:
             self.parts.scheduler.add(sequence)
 
     def _default_drafters(self, request: Request) -> tuple[str, ...]:
-        """A predicted answer is the best guess there is; only `lookup` reads predictions."""
-        names = self.default_drafters
-        if request.speculation.prediction and "lookup" in self.parts.drafters.names:
-            return ("lookup", *(name for name in names if name not in ("lookup", "none")))
+        """A predicted answer is the best guess there is: who reads it comes first."""
+        names, readers = self.default_drafters, self.parts.drafters.prediction_readers
+        if request.speculation.prediction and readers:
+            return (*readers, *(n for n in names if n not in (*readers, NO_DRAFTER)))
         return names
 
     def abort(self, request_id: str, choice: int | None, reason: FinishReason) -> None:
@@ -174,7 +169,7 @@ class Engine:
         if plan.scheduled:
             try:
                 lengths = laps.time("choose", parts.planner.choose, plan)
-                proposal = laps.time("draft", parts.drafters.propose, plan.sequences, lengths)
+                proposal = laps.time("draft", self._draft, plan, lengths)
                 layout = lay_out(plan, proposal.tokens)
                 passed = laps.time("verify", self._run_target, layout)
                 judgements = laps.time("judge", parts.judge.judge, layout, proposal, passed.logits)
@@ -182,18 +177,20 @@ class Engine:
             except Exception as error:
                 self._fail_step(plan, error)
             else:
-                verdicts = laps.time("commit", self._commit, layout, judgements, laps)
+                verdicts = laps.time("commit", self._commit, layout, judgements, passed, laps)
                 stats = step_stats(plan, proposal, verdicts, laps, verify_seconds, parts.scheduler)
                 laps.time("learn", parts.planner.observe, plan, verdicts, stats)
                 stats = self._end_complete(plan, stats)
         return StepOutput(self._take_events(), stats)
 
     def _run_target(self, layout: StepLayout) -> Pass:
-        """One packed pass over all fed tokens and drafts. A device has then been told what to do,
-        and is waited for when tokens are drawn."""
+        """One packed pass over all fed tokens and drafts, with the features that drafters need. A
+        device has then been told what to do, and is waited for when tokens are drawn."""
         target, pool = self.parts.target, self.parts.pool
         spans, size, pages = layout.spans(), pool.page_size, pool.num_pages
-        return target.forward(build_batch(spans, size, pages, target.device, target.min_rows))
+        batch = build_batch(spans, size, pages, target.device, target.min_rows)
+        features = self.parts.drafters.features([rows.sequence for rows in layout.sequences])
+        return target.forward(batch, features)
 
     def _fail_step(self, plan: StepPlan, error: Exception) -> None:
         """Fails the requests of a step that raised; called while its exception is handled."""
@@ -208,7 +205,9 @@ class Engine:
 
     # -- after the verdict ---------------------------------------------------------------
 
-    def _commit(self, layout: StepLayout, judgements: Seq[Judgement], laps: Laps) -> list[Verdict]:
+    def _commit(
+        self, layout: StepLayout, judgements: Seq[Judgement], passed: Pass, laps: Laps
+    ) -> list[Verdict]:
         """Commits every verdict and tells the drafters.
 
         Returns:
@@ -224,7 +223,8 @@ class Engine:
         for rows, judgement in judged:
             if rows.sequence in kept:
                 self._events += commit(rows, judgement, self.parts.pool, laps)
-        self.parts.drafters.commit(list(kept), [judgement.verdict for judgement in kept.values()])
+        verdicts = {sequence: judgement.verdict for sequence, judgement in kept.items()}
+        self.parts.drafters.observe(view_step(layout.sequences, verdicts, passed.features))
         return [kept.get(r.sequence, NOTHING).verdict for r in layout.sequences]
 
     def _end_complete(self, plan: StepPlan, stats: StepStats) -> StepStats:

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 
-from engine.cache.pages import DRAFT, PRIVATE, TARGET, PagePool
+from engine.cache.pages import PRIVATE, PagePool
 from engine.calibrate import load_calibration
 from engine.config import EngineConfig
+from engine.control.calibration import Calibration
 from engine.control.options import PlannerOptions
 from engine.control.planner import FixedPlanner
 from engine.core import Engine
+from engine.draft import registry
+from engine.draft.entry import PagedModel
 from engine.errors import ConfigurationError
-from engine.model.loader import LoadedModel
 from engine.model.passes import Runner
 from engine.rules import RequestRules
 from engine.types import Request, SamplingParams, SpeculationParams
@@ -41,33 +44,40 @@ def populate(runners: list[Runner]) -> None:
 def measure(
     options: PlannerOptions,
     config: EngineConfig,
-    models: list[LoadedModel],
-    runners: list[Runner],
+    target: PagedModel,
+    drafting: Mapping[str, PagedModel],
     pool: PagePool,
 ) -> PlannerOptions:
-    """The same options, with what passes of target and draft model cost on this machine.
+    """The same options, with what passes of the target and of drafters' models cost on this
+    machine.
 
     Args:
         options: of the planner.
         config: names the models' directories.
-        models: the target, and the draft model if there is one.
-        runners: theirs, unused so far.
+        target: unused so far, as the others.
+        drafting: the models that drafters run, by drafter.
         pool: all of its pages free.
     """
-    configs = [config.model, config.speculation.draft_model][: len(models)]
-    measured = [
-        load_calibration(
-            source.path if source else "",
-            str(model.shape.dtype),
-            runner,
+
+    def timed(paged: PagedModel, path: str) -> Calibration:
+        return load_calibration(
+            path,
+            str(paged.model.shape.dtype),
+            paged.runner,
             pool,
             most_rows=min(config.scheduler.max_batch_tokens, _MOST_ROWS),
-            longest=model.max_model_len,
+            longest=paged.model.max_model_len,
         )
-        for source, model, runner in zip(configs, models, runners, strict=True)
-    ]
-    drafts = {"model": measured[DRAFT]} if len(measured) > DRAFT else {}
-    return replace(options, calibration=measured[TARGET], draft_calibrations=drafts)
+
+    drafts = {name: timed(paged, _path_of(name, config)) for name, paged in drafting.items()}
+    return replace(options, calibration=timed(target, config.model.path), draft_calibrations=drafts)
+
+
+def _path_of(drafter: str, config: EngineConfig) -> str:
+    """The directory of the model that a drafter runs, as far as the settings say."""
+    own = registry.get(drafter).model
+    source = own.config(config.speculation) if own is not None else None
+    return source.path if source is not None else ""
 
 
 def warm_up(engine: Engine, rules: RequestRules) -> None:

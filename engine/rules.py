@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from engine.config import NO_DRAFTER
 from engine.errors import ContextLengthExceeded, InvalidRequest
 from engine.types import Request
 
@@ -17,7 +18,7 @@ class RequestRules:
         vocab_size: token ids are 0 to vocab_size - 1.
         max_model_len: most tokens of prompt and completion.
         max_cached_tokens: tokens that all pages together hold.
-        drafters: names a request may ask for, besides "none".
+        drafters: names a request may ask for, besides `NO_DRAFTER`.
     """
 
     vocab_size: int
@@ -41,10 +42,10 @@ class RequestRules:
             self._check_ids("bad_words", word)
         self._check_ids("prediction", request.speculation.prediction)
         drafter = request.speculation.drafter
-        if drafter is not None and drafter not in (*self.drafters, "none"):
-            loaded = ", ".join((*self.drafters, "none"))
+        loaded = (*self.drafters, NO_DRAFTER)
+        if drafter is not None and drafter not in loaded:
             raise InvalidRequest(
-                f"speculation.drafter is {drafter!r}, but this server has: {loaded}.",
+                f"speculation.drafter is {drafter!r}, but this server has: {', '.join(loaded)}.",
                 "speculation",
             )
         self._check_length(len(request.prompt), params.max_tokens)

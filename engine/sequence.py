@@ -30,7 +30,8 @@ class Sequence:
         seed: 64 bits that key every random draw of the request.
         drafter: name of the drafter that guesses for this sequence in the step, or "none"; the
             planner chooses it from `drafters`.
-        max_draft: most draft tokens a step may check for it.
+        max_draft: most draft tokens a step may check for it, what it is granted: the request's
+            wish within the server's cap.
         verification: the rule that judges its drafts: "match", "rejection" or "block".
         limit: most tokens it may ever hold (prompt, `max_tokens` and the model's context).
         drafters: names that `drafter` may take, in the order of preference where nothing

@@ -92,7 +92,8 @@ class SpeculationParams:
     Args:
         enabled: False switches speculation off for this request alone.
         drafter: name of a drafter the server has loaded, or "none".
-        max_draft: most draft tokens a step may check for each sequence of this request.
+        max_draft: the request's wish: most draft tokens a step may check for each of its
+            sequences; the server's cap holds all the same.
         prediction: token ids the caller expects the answer to contain (Predicted Outputs).
     """
 

@@ -10,7 +10,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from engine.config import EngineConfig
+from engine.config import NO_DRAFTER, EngineConfig
+from engine.draft import registry
+from engine.draft.entry import OwnModel
 from engine.errors import EngineError
 from server.ops import version
 from server.settings import Settings
@@ -118,26 +120,38 @@ def _numerics(settings: Settings) -> Iterator[Finding]:
 
 def _drafter(settings: Settings, directory: Path | None) -> Iterator[Finding]:
     """Whether the drafters fit the model."""
-    names = settings.drafters or (settings.drafter,)
-    if "model" not in names:
-        fits = {"lookup": "lookup: drafts from the text itself and so fits every model"}
-        yield "drafter", fits.get(settings.drafter, settings.drafter), False
-        return
-    if settings.draft_model is None:
-        yield "drafter", "model, but no draft_model is named", True
-        return
-    from engine.model import pairing, sources
-
-    draft = sources.cached(settings.draft_model)
-    if directory is None or draft is None:
-        yield "drafter", f"{settings.draft_model}: known once both models are here", False
-        return
     try:
-        pairing.check_pair(directory, draft)
+        speculation = settings.engine_config(str(directory)).speculation
     except EngineError as error:
         yield "drafter", str(error), True
-    else:
-        yield "drafter", f"{settings.draft_model} has the model's tokenizer", False
+        return
+    for name in registry.default_drafters(speculation):
+        if name == NO_DRAFTER:
+            yield "drafter", f"{name}: nobody drafts", False
+            continue
+        entry = registry.get(name)
+        if entry.model is None:
+            yield "drafter", f"{name}: {entry.summary}", False
+            continue
+        own = entry.model.config(speculation)
+        if own is None:
+            yield "drafter", f"{name}, but no {entry.model.setting} is named", True
+            continue
+        yield _fit(f"{name}: {entry.summary}", entry.model, own.path, directory)
+
+
+def _fit(what: str, model: OwnModel, path: str, directory: Path | None) -> Finding:
+    """Whether the model that a drafter runs fits the target in a directory."""
+    from engine.model import sources
+
+    draft = sources.cached(path)
+    if directory is None or draft is None:
+        return "drafter", f"{path}: known once both models are here", False
+    try:
+        model.check(directory, draft)
+    except EngineError as error:
+        return "drafter", str(error), True
+    return "drafter", f"{what}: {path} fits", False
 
 
 def _memory_plan(config: EngineConfig, directory: Path) -> str:

@@ -21,9 +21,10 @@ from engine.config import (
     SchedulerConfig,
     SpeculationConfig,
 )
+from engine.draft import registry
 from server.context import ServerOptions
 from server.keys import read_keys
-from server.values import Count, Secrets, Size, SizeOrNone, Words, is_loopback, split
+from server.values import Count, DrafterName, Secrets, Size, SizeOrNone, Words, is_loopback, split
 
 _CACHE, _SCHEDULER, _SPECULATION = CacheConfig(), SchedulerConfig(), SpeculationConfig()
 _OPTIONS = ServerOptions()
@@ -65,11 +66,13 @@ class Settings(BaseModel):
     speculation: Literal["auto", "off", "fixed"] = Field(
         "auto", description="how far to guess ahead; auto: as far as measured times say it pays"
     )
-    drafter: Literal["lookup", "model", "none"] = Field(
-        "lookup", description="who guesses tokens ahead; the output is the same with any"
+    drafter: DrafterName = Field(
+        registry.DEFAULT,
+        description=f"who guesses tokens ahead ({', '.join(registry.choices())}); the output is "
+        "the same with any",
     )
-    drafters: Annotated[tuple[Literal["lookup", "model", "none"], ...], BeforeValidator(split)] = (
-        Field((), description="several of them, separated by commas; the best one drafts each time")
+    drafters: Annotated[tuple[DrafterName, ...], BeforeValidator(split)] = Field(
+        (), description="several of them, separated by commas; the best one drafts each time"
     )
     lookup_store_memory: SizeOrNone = Field(
         0, description="memory for past answers that lookup drafts from, such as 64MiB; 0: none"

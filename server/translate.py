@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from engine.config import NO_DRAFTER
 from engine.errors import InvalidRequest
 from engine.types import EngineInfo, Request, SamplingParams, SpeculationParams
 from server.checks import (
@@ -277,8 +278,9 @@ async def _speculation(
     if prediction is not None:
         [tokens] = await codec.encode([joined(prediction.content)], add_special_tokens=False)
     drafter = asked.drafter if asked is not None else None
-    if drafter is not None and drafter not in (*info.drafters, "none"):
-        loaded = ", ".join([*info.drafters, "none"])
+    choices = (*info.drafters, NO_DRAFTER)
+    if drafter is not None and drafter not in choices:
+        loaded = ", ".join(choices)
         raise InvalidRequest(
             f"speculation.drafter is {quote(drafter)}, which is not loaded; choose from: {loaded}.",
             "speculation.drafter",

@@ -1,4 +1,4 @@
-"""How settings are written: sizes with units, lists with commas, addresses."""
+"""How settings are written: sizes with units, lists with commas, addresses, drafters."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ import ipaddress
 import re
 from typing import Annotated
 
-from pydantic import BeforeValidator, Field, SecretStr
+from pydantic import AfterValidator, BeforeValidator, Field, SecretStr
+
+from engine.draft import registry
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?i?b)?", re.IGNORECASE)
 _UNITS = {
@@ -45,6 +47,13 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
+def _known_drafter(name: str) -> str:
+    if name not in registry.choices():
+        raise ValueError(f"choose from {', '.join(registry.choices())}")
+    return name
+
+
+DrafterName = Annotated[str, AfterValidator(_known_drafter)]
 Size = Annotated[int, BeforeValidator(parse_size), Field(ge=1)]
 SizeOrNone = Annotated[int, BeforeValidator(parse_size), Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]

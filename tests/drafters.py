@@ -6,9 +6,7 @@ import random
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 
-import torch
-
-from engine.draft.drafter import Drafter, DraftProposal, Verdict
+from engine.draft.drafter import Drafter, DraftProposal, SequenceView, StepView, Verdict
 from engine.sequence import Sequence
 from tests.tiny_models import EOS, VOCAB
 
@@ -16,11 +14,20 @@ from tests.tiny_models import EOS, VOCAB
 Answers = dict[tuple[tuple[int, ...], int], tuple[int, ...]]
 
 
+def seen(sequences: Seq[Sequence], verdicts: Seq[Verdict]) -> StepView:
+    """A step in which each sequence was fed one token and its draft, after both were judged."""
+    views, row = [], 0
+    for sequence, verdict in zip(sequences, verdicts, strict=True):
+        position = len(sequence.tokens) - len(verdict.emitted) - 1
+        views.append(SequenceView(sequence, row, position, 1, verdict.drafted, verdict))
+        row += 1 + verdict.drafted
+    return StepView(tuple(views))
+
+
 class ScriptedDrafter:
     """Drafts what a function of (sequence, length) says, and keeps the protocol's books."""
 
     name = "scripted"
-    hidden_layers: tuple[int, ...] = ()
 
     def __init__(self, draft: Callable[[Sequence, int], list[int]]) -> None:
         self._draft = draft
@@ -35,17 +42,12 @@ class ScriptedDrafter:
             [self._draft(s, length) for s, length in zip(sequences, lengths, strict=True)]
         )
 
-    def commit(
-        self,
-        sequences: Seq[Sequence],
-        verdicts: Seq[Verdict],
-        hidden_states: torch.Tensor | None,
-    ) -> None:
-        assert hidden_states is None
-        for sequence, verdict in zip(sequences, verdicts, strict=True):
-            count = len(verdict.emitted)
-            assert sequence.tokens[len(sequence.tokens) - count :] == verdict.emitted
-        self.committed += zip(sequences, verdicts, strict=True)
+    def observe(self, view: StepView) -> None:
+        assert not view.features
+        for part in view.sequences:
+            count, tokens = len(part.verdict.emitted), part.sequence.tokens
+            assert tokens[len(tokens) - count :] == part.verdict.emitted
+            self.committed.append((part.sequence, part.verdict))
 
     def release(self, sequence: Sequence) -> None:
         self.released.append(sequence)
@@ -63,14 +65,9 @@ class RaisingDrafter(ScriptedDrafter):
         self._count("propose")
         return super().propose(sequences, lengths)
 
-    def commit(
-        self,
-        sequences: Seq[Sequence],
-        verdicts: Seq[Verdict],
-        hidden_states: torch.Tensor | None,
-    ) -> None:
-        self._count("commit")
-        super().commit(sequences, verdicts, hidden_states)
+    def observe(self, view: StepView) -> None:
+        self._count("observe")
+        super().observe(view)
 
     def release(self, sequence: Sequence) -> None:
         self._count("release")
@@ -138,7 +135,7 @@ def adversaries(answers: Answers) -> dict[str, Drafter]:
         "too long": ScriptedDrafter(lambda s, n: right(s, n + 7)),
         "too long and wrong": ScriptedDrafter(lambda _s, n: [5] * (n + 7)),
         "raises": RaisingDrafter(right, "propose", after=3),
-        "raises in commit": RaisingDrafter(right, "commit", after=3),
+        "raises in observe": RaisingDrafter(right, "observe", after=3),
         "raises in release": RaisingDrafter(right, "release", after=1),
         "forgetful": ForgetfulDrafter(right),
     }

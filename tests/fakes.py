@@ -188,7 +188,8 @@ def make_engine(setup: Setup = Setup(), **changes: Any) -> BuiltEngine:
     wanted = setup.drafters or (setup.drafter,)
     built_in = tuple(d for d in wanted if isinstance(d, str)) or ("none",)
     names = tuple(d if isinstance(d, str) else d.name for d in wanted)
-    built = assemble(make_config(setup, *built_in), loaded, setup.draft)
+    models = {} if setup.draft is None else {"model": setup.draft}
+    built = assemble(make_config(setup, *built_in), loaded, models)
     parts = built.engine.parts
     drafters = {d.name: d for d in wanted if not isinstance(d, str)}
     if drafters:

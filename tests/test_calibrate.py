@@ -17,6 +17,7 @@ from engine.control.adaptive import AdaptivePlanner
 from engine.control.options import PlannerOptions
 from engine.control.report import measuring
 from engine.model.passes import Pass
+from engine.draft.entry import PagedModel
 from engine.prepare import measure, warm_up
 from tests.drafters import ScriptedDrafter
 from tests.fakes import FakeRunner, load_fake, make_engine
@@ -106,7 +107,8 @@ def test_the_draft_model_is_measured_too(
     target, draft = Recorder(), Recorder()
     speculation = SpeculationConfig(drafter="model", draft_model=ModelConfig("small"))
     config = EngineConfig(ModelConfig("large"), speculation=speculation)
-    options = measure(PlannerOptions(8), config, [load_fake()] * 2, [target, draft], pool)
+    large, small = PagedModel(load_fake(), target, 0), PagedModel(load_fake(), draft, 1)
+    options = measure(PlannerOptions(8), config, large, {"model": small}, pool)
     assert target.contexts
     assert draft.contexts
     assert options.calibration is not None
@@ -115,7 +117,7 @@ def test_the_draft_model_is_measured_too(
     planner = AdaptivePlanner(options)
     rounds = options.draft_calibrations["model"].rows_seconds(1)
     assert planner.costs.draft("model").round_seconds > rounds
-    alone = measure(PlannerOptions(8), config, [load_fake()], [target], pool)
+    alone = measure(PlannerOptions(8), config, large, {}, pool)
     assert alone.calibration == options.calibration  # from the cache
     assert not alone.draft_calibrations
 

@@ -169,7 +169,7 @@ def test_drafts_pay() -> None:
 
 
 def test_a_drafter_that_fails_is_switched_off_and_nobody_notices() -> None:
-    for name in ("raises", "raises in commit", "raises in release", "forgetful"):
+    for name in ("raises", "raises in observe", "raises in release", "forgetful"):
         setup = with_drafter(tiny("llama"), name, truth("llama"))
         engine = make_engine(setup)
         done = run(engine, greedy())

@@ -10,8 +10,7 @@ from engine.audit.recompute import gap_between
 from engine.core import Engine, EngineParts
 from engine.types import Failed, Finished, Request, SpeculationParams, Tokens
 
-#: The drafter that reads predictions, and how often they are wrong on purpose.
-_READS_PREDICTIONS = "lookup"
+#: How often predictions are wrong on purpose.
 _WRONG_EVERY = 7
 
 
@@ -118,7 +117,7 @@ def _predicting(
     engine: Engine, requests: Sequence[Request], expected: dict[str, Answer]
 ) -> list[Request]:
     asked = list(requests)
-    if _READS_PREDICTIONS in engine.parts.drafters.names:
+    if engine.parts.drafters.prediction_readers:
         for i in range(1, len(asked), 2):
             answer = list(expected[asked[i].request_id].tokens)
             for wrong in range(_WRONG_EVERY, len(answer), _WRONG_EVERY):

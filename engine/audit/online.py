@@ -2,25 +2,28 @@
 
 A share of the finished greedy requests is run again without speculation. Callers come first:
 an audit begins only after a while without any request, feeds few tokens a step, and is dropped
-the moment a request arrives, to begin anew later. Its pages are its own and are freed at once.
+the moment a request arrives, to begin anew later. It runs in an engine of its own, on the same
+model and the same pages, of which it takes free ones only and gives them back at once.
 """
 
 from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from engine.audit.compare import Mismatch, first_mismatch
 from engine.audit.recompute import NEAR_TIE
 from engine.cache.pages import PRIVATE
-from engine.config import SchedulerConfig
-from engine.control.planner import FixedPlanner, Planner
-from engine.control.status import describe
-from engine.core import Engine, EngineParts, StepOutput
+from engine.config import NO_DRAFTER, SchedulerConfig
+from engine.control.planner import FixedPlanner
+from engine.core import Engine
+from engine.draft.portfolio import DrafterPortfolio
+from engine.scheduler import Scheduler
 from engine.types import (
     AuditStats,
+    Event,
     Failed,
     Finished,
     FinishReason,
@@ -54,40 +57,25 @@ class _Answer:
 
 @dataclass(slots=True)
 class _Audit:
-    """An answer that is being said again."""
+    """An answer that is being said again, in an engine of its own."""
 
     answer: _Answer
     request: Request
-    planner: Planner  # the engine's own, and its limits, until the audit ends
-    limits: SchedulerConfig
+    engine: Engine
     tokens: list[int] = field(default_factory=list)
 
 
-class AuditingEngine(Engine):
-    """An `Engine` that audits itself in idle moments.
+class OnlineAudit:
+    """An `IdleTask` that audits an engine's answers.
 
     Args:
-        parts: see `Engine`, also for the others.
+        engine: that serves; its model, judge and pages are used, nothing else of it.
         rate: share of greedy requests to audit, 0 to 1.
         dtype: of the model; decides what is a near-tie.
     """
 
-    def __init__(
-        self,
-        parts: EngineParts,
-        *,
-        max_model_len: int,
-        default_drafters: tuple[str, ...],
-        max_draft: int,
-        rate: float,
-        dtype: str,
-    ) -> None:
-        super().__init__(
-            parts,
-            max_model_len=max_model_len,
-            default_drafters=default_drafters,
-            max_draft=max_draft,
-        )
+    def __init__(self, engine: Engine, rate: float, dtype: str) -> None:
+        self._serving = engine
         self._rate = rate
         self._near_tie = NEAR_TIE[dtype]
         self._due = 0.0  # audits owed to the requests seen so far
@@ -98,44 +86,30 @@ class AuditingEngine(Engine):
 
     @property
     def patience(self) -> float | None:
-        """See `Engine.patience`."""
+        """See `IdleTask.patience`."""
+        if self._audit is not None:
+            return 0.0
         if not self._waiting:
             return None
         return 0.0 if self._idle else PATIENCE
 
-    def add(self, request: Request) -> None:
-        """Queues a caller's request; an audit that runs makes way."""
+    # -- callers -------------------------------------------------------------------------
+
+    def watch(self, request: Request) -> None:
+        """Makes way for a caller's request, and picks it for an audit if its turn has come."""
         self._idle = False
         if self._audit is not None:
             self._waiting.appendleft(self._audit.answer)
-            self._end_audit()
-        super().add(request)
+            self.close()
         if request.sampling.greedy:
             self._due += self._rate
             if self._due >= 1.0:
                 self._due -= 1.0
                 self._watched[request.request_id] = _Answer(request)
 
-    def step(self) -> StepOutput:
-        """One step for the callers; if there are none, one of an audit."""
-        if not self.has_work and self._waiting:
-            self._begin_audit(self._waiting.popleft())
-        output = super().step()
-        if self._audit is not None:
-            return StepOutput([], None, self._follow(self._audit, output))
-        self._watch(output)
-        return output
-
-    def speculation(self) -> dict[str, Any]:
-        """See `Engine.speculation`; an audit that runs has no part in it."""
-        planner = self.parts.planner if self._audit is None else self._audit.planner
-        return describe(planner, self.parts.drafters.names)
-
-    # -- callers -------------------------------------------------------------------------
-
-    def _watch(self, output: StepOutput) -> None:
+    def observe(self, events: Seq[Event]) -> None:
         """Notes what watched requests say; an answer that drafts helped with is audited."""
-        for event in output.events:
+        for event in events:
             answer = self._watched.get(event.request_id)
             if answer is None:
                 continue
@@ -150,7 +124,22 @@ class AuditingEngine(Engine):
 
     # -- audits --------------------------------------------------------------------------
 
-    def _begin_audit(self, answer: _Answer) -> None:
+    def step(self) -> AuditStats | None:
+        """One step of the audit that runs, or of the next one."""
+        if self._audit is None:
+            if not self._waiting:
+                return None
+            self._audit = self._begin(self._waiting.popleft())
+            self._idle = True
+        return self._follow(self._audit, self._audit.engine.step().events)
+
+    def close(self) -> None:
+        """Forgets the audit that runs; its pages are free again."""
+        if self._audit is not None:
+            self._audit.engine.abort(_ID, None, FinishReason.ABORT)
+            self._audit = None
+
+    def _begin(self, answer: _Answer) -> _Audit:
         asked, count = answer.request, len(answer.tokens)
         request = replace(
             asked,
@@ -166,39 +155,40 @@ class AuditingEngine(Engine):
             speculation=SpeculationParams(enabled=False),
             cache_salt=PRIVATE,
         )
-        scheduler = self.parts.scheduler
-        self._audit = _Audit(answer, request, self.parts.planner, scheduler.config)
-        self._idle = True
-        # The planner must not learn from this, and no metric may count it.
-        self.parts = replace(self.parts, planner=FixedPlanner())
-        scheduler.config = _QUIET
-        super().add(request)
+        served = self._serving.parts
+        # No planner may learn from this, no drafter hear of it, and no metric count it.
+        parts = replace(
+            served,
+            scheduler=Scheduler(_QUIET, served.pool),
+            drafters=DrafterPortfolio({}, served.judge.vocab_size),
+            planner=FixedPlanner(),
+        )
+        engine = Engine(
+            parts,
+            max_model_len=self._serving.max_model_len,
+            default_drafters=(NO_DRAFTER,),
+            max_draft=0,
+        )
+        engine.add(request)
+        return _Audit(answer, request, engine)
 
-    def _follow(self, audit: _Audit, output: StepOutput) -> AuditStats | None:
+    def _follow(self, audit: _Audit, events: Seq[Event]) -> AuditStats | None:
         """Reads the events of an audit's step; returns the result once there is one."""
-        ended = False
-        for event in output.events:
+        ended = failed = False
+        for event in events:
             if isinstance(event, Tokens):
                 audit.tokens += event.token_ids
             ended |= isinstance(event, Finished | Failed)
+            failed |= isinstance(event, Failed)
         said = audit.answer.tokens if ended else audit.answer.tokens[: len(audit.tokens)]
         if not ended and audit.tokens == said:
             return None
-        self._end_audit()
-        if any(isinstance(event, Failed) for event in output.events):
+        self.close()
+        if failed:
             return None  # the engine has logged why
-        found = first_mismatch(self.parts, audit.request, said, audit.tokens, self._near_tie)
+        parts = audit.engine.parts
+        found = first_mismatch(parts, audit.request, said, audit.tokens, self._near_tie)
         return _sum_up(found, len(said))
-
-    def _end_audit(self) -> None:
-        """Forgets the audit that runs, and gives the engine back as it was."""
-        audit = self._audit
-        assert audit is not None
-        self.abort(_ID, None, FinishReason.ABORT)
-        self._events = [event for event in self._events if event.request_id != _ID]
-        self.parts = replace(self.parts, planner=audit.planner)
-        self.parts.scheduler.config = audit.limits
-        self._audit = None
 
 
 def _sum_up(found: Mismatch | None, tokens: int) -> AuditStats:

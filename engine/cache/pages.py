@@ -22,9 +22,8 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-#: Index of the target model's store, and of the draft model's.
+#: Index of the target model's store; those of models that drafters run come behind it.
 TARGET = 0
-DRAFT = 1
 
 #: Salt of sequences that share no page with anybody, and leave none behind for reuse.
 PRIVATE = "\0private"

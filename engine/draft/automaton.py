@@ -1,7 +1,8 @@
 """A suffix automaton over a growing token sequence: what followed the longest repeated suffix?
 
-The automaton of Blumer et al. (1985) recognises every substring of the text read so far with
-at most two states per token, and is extended online. Two facts make it a drafter:
+It is the n-gram table of prompt lookup decoding, without a fixed n. The automaton of Blumer et
+al. (1985) recognises every substring of the text read so far with at most two states per token,
+and is extended online. Two facts make it a drafter:
 
 * the suffix link of the newest state is the longest suffix that occurred before, so the
   longest match costs nothing to find;

@@ -1,20 +1,23 @@
 """What a drafter is: anything that guesses the next tokens of many sequences at once.
 
 A drafter may be wrong, slow to warm up, or silent; it can never change an answer, since the
-target checks every guess. The protocol leaves room for
+target checks every guess. The protocol has room for
 
-* model-free drafters (no store, no tensors, deterministic proposals);
-* draft models: `store` is their own K/V store on the shared pages, whose progress per
-  sequence is `table.num_cached[store index]`; `propose` first feeds what is missing, in one
-  batched pass, whatever the reason (first prefill, prefix hit in one cache only, a pause);
-* heads on the target: `hidden_layers` names the layers whose hidden states of the last
-  verify pass `commit` must receive;
+* model-free drafters (no store, no tensors, deterministic proposals), such as n-gram or prompt
+  lookup;
+* draft models: they keep K/V in a store of their own on the shared pages, their progress per
+  sequence is `table.num_cached[store]`; `propose` first feeds what is missing, in one batched
+  pass, whatever the reason (first prefill, prefix hit in one cache only, a pause);
+* heads on the target (EAGLE, Medusa): they are shown the target's hidden states, the *features*,
+  of the layers that their registry entry names;
 * probabilistic proposals: `DraftProposal.probabilities`;
+* trees: `DraftProposal.parents`;
 * being one of several: a sequence may change its drafter in every step, so `propose` is asked
-  when it is one's turn, and `commit` tells every drafter of a sequence what was said.
+  when it is one's turn, and `observe` tells every drafter of a sequence what became of it.
 
-What a drafter can tell before it drafts is optional, and helps the planner to choose: see
-`Advisor`. It may depend on committed tokens only.
+What a drafter needs of the engine, and how it is built, stands in `engine.draft.registry`.
+What it can tell before it drafts is optional, and helps the planner to choose: see `Advisor`.
+It may depend on committed tokens only.
 """
 
 from __future__ import annotations
@@ -37,15 +40,20 @@ class DraftProposal:
     Attributes:
         tokens: ragged; an empty list is a plain decode.
         probabilities: per sequence the distributions [k, V] its tokens were drawn from, or
-            None where the draft is deterministic.
+            None where the draft is deterministic. Of several children of a node each row is what
+            that child was drawn from, given those before it.
         seconds: that each drafter took which was asked.
         forwards: passes of draft models.
+        parents: per sequence, for each token the index in the draft of the one it follows, which
+            is below its own; -1 = the last committed token. None = chains, where each token
+            follows the one before it.
     """
 
     tokens: list[list[int]]
     probabilities: list[torch.Tensor | None] | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)
     forwards: int = 0
+    parents: list[list[int]] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,38 +72,71 @@ class Verdict:
     accepted: int
 
 
+@dataclass(frozen=True, slots=True)
+class SequenceView:
+    """One sequence's part in a step that is over: a decode, or a piece of a prefill.
+
+    Attributes:
+        sequence: its `tokens` already end with what was emitted; it may be complete, and is
+            released then.
+        first_row: of its rows in the target's pass, which are consecutive.
+        position: in the sequence, of the token in the first row.
+        num_fed: rows of tokens that were committed before.
+        num_drafts: rows of draft tokens behind them, whoever drafted.
+        verdict: what was kept; nothing was emitted where it was not fed to its end.
+    """
+
+    sequence: Sequence
+    first_row: int
+    position: int
+    num_fed: int
+    num_drafts: int
+    verdict: Verdict
+
+    @property
+    def num_kept(self) -> int:
+        """Rows, from `first_row` on, that hold committed tokens now: row `first_row + i` holds
+        `sequence.tokens[position + i]`. The last emitted token has no row yet."""
+        return self.num_fed + self.verdict.accepted
+
+
+@dataclass(frozen=True, slots=True)
+class StepView:
+    """What happened in a step, for one drafter.
+
+    Attributes:
+        sequences: that it may draft for and that had a part in the step, except those whose
+            request has failed. What a prefix hit spared the target has no row in any step.
+        features: [T, hidden size] by layer, for the layers that it needs; valid until the
+            target's next pass. Rows of other sequences and of refused drafts are in it, too.
+    """
+
+    sequences: tuple[SequenceView, ...]
+    features: Mapping[int, torch.Tensor] = field(default_factory=dict)
+
+
 class Drafter(Protocol):
     """Guesses tokens; see the module's description for what implementations may need."""
 
     name: str
-    #: Layers of the target whose hidden states `commit` needs.
-    hidden_layers: tuple[int, ...]
 
     def propose(self, sequences: Seq[Sequence], lengths: Seq[int]) -> DraftProposal:
-        """Guesses up to `lengths[i]` tokens after `sequences[i].tokens`.
+        """Guesses up to `lengths[i]` tokens after `sequences[i].tokens`; of a tree, as many
+        nodes.
 
         Fewer, or none, is always allowed. Ids outside the target's vocabulary are cut off by
         the engine, with all that follows them.
         """
         ...
 
-    def commit(
-        self,
-        sequences: Seq[Sequence],
-        verdicts: Seq[Verdict],
-        hidden_states: torch.Tensor | None,
-    ) -> None:
-        """Learns what was kept; `sequences[i].tokens` already ends with `emitted`. The draft
-        that was judged may have been another drafter's.
-
-        Args:
-            hidden_states: [layers, T, hidden size] for `hidden_layers`, else None.
-        """
+    def observe(self, view: StepView) -> None:
+        """Learns what became of its sequences, after every step that any of them had a part in.
+        The draft that was judged may have been another drafter's."""
         ...
 
     def release(self, sequence: Sequence) -> None:
         """Forgets a sequence that has ended. (Preemption needs no call: its pages go back, and
-        `num_cached` with them.)"""
+        `num_cached` with them; what is fed again is seen again.)"""
         ...
 
 

@@ -1,21 +1,22 @@
 """The `lookup` drafter: repeats what followed the same words earlier in the same request, or in
-an answer that the same tenant was given before."""
+an answer that the same tenant was given before.
+
+The field calls this n-gram speculation or prompt lookup decoding. Here the n-gram has no fixed
+n: a suffix automaton finds the longest suffix of the text that occurred before.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from engine.cache.pages import PRIVATE
 from engine.draft.automaton import SuffixAutomaton
-from engine.draft.drafter import DraftProposal, Verdict
+from engine.draft.drafter import DraftProposal, StepView
+from engine.draft.entry import DrafterContext
 from engine.draft.prediction import PredictionCursor
 from engine.draft.store import AnswerStore, StoreCursor
 from engine.sequence import Sequence
-
-if TYPE_CHECKING:
-    import torch
 
 #: Shortest repeated suffix, in tokens, that is worth a guess.
 MIN_MATCH = 2
@@ -51,7 +52,6 @@ class LookupDrafter:
     """
 
     name = "lookup"
-    hidden_layers: tuple[int, ...] = ()
 
     def __init__(self, min_match: int = MIN_MATCH, store: AnswerStore | None = None) -> None:
         self.min_match = min_match
@@ -64,14 +64,10 @@ class LookupDrafter:
             [self._draft(s, length) for s, length in zip(sequences, lengths, strict=True)]
         )
 
-    def commit(
-        self,
-        sequences: Seq[Sequence],
-        verdicts: Seq[Verdict],
-        hidden_states: torch.Tensor | None,
-    ) -> None:
+    def observe(self, view: StepView) -> None:
         """Counts what became of predicted tokens; automata catch up when asked for a draft."""
-        for sequence, verdict in zip(sequences, verdicts, strict=True):
+        for part in view.sequences:
+            sequence, verdict = part.sequence, part.verdict
             memory = self._memories.get(sequence)
             if memory is not None and memory.predicted:
                 memory.predicted = False
@@ -138,3 +134,9 @@ class LookupDrafter:
                 salt = sequence.request.cache_salt
                 self._store.follow(memory.stored, salt, sequence.tokens, known)
         return memory
+
+
+def make_drafter(context: DrafterContext) -> LookupDrafter:
+    """The drafter that the settings ask for."""
+    memory = context.config.speculation.lookup_store_bytes
+    return LookupDrafter(store=AnswerStore(memory) if memory else None)

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from engine.batch import Span, build_batch
-from engine.draft.drafter import DraftProposal, Verdict
+from engine.draft.drafter import DraftProposal, StepView
+from engine.draft.entry import DrafterContext
 from engine.model.passes import Runner
 from engine.sampling import Purpose, SamplingRow, Selector, probabilities, process_logits
 from engine.sequence import Sequence
@@ -68,7 +69,6 @@ class ModelDrafter:
     """
 
     name = "model"
-    hidden_layers: tuple[int, ...] = ()
 
     def __init__(
         self, runner: Runner, limits: DraftModelLimits, eos_token_ids: frozenset[int]
@@ -112,16 +112,12 @@ class ModelDrafter:
             forwards=self._forwards,
         )
 
-    def commit(
-        self,
-        sequences: Seq[Sequence],
-        verdicts: Seq[Verdict],
-        hidden_states: torch.Tensor | None,
-    ) -> None:
+    def observe(self, view: StepView) -> None:
         """Keeps the K/V of accepted draft tokens it has read; the rest will be overwritten."""
-        for sequence, verdict in zip(sequences, verdicts, strict=True):
-            read = self._read.pop(sequence, 0)
-            sequence.table.num_cached[self.limits.store] += min(read, verdict.accepted)
+        for part in view.sequences:
+            read = self._read.pop(part.sequence, 0)
+            kept = min(read, part.verdict.accepted)
+            part.sequence.table.num_cached[self.limits.store] += kept
 
     def release(self, sequence: Sequence) -> None:
         """See `Drafter.release`; the pages are the pool's business."""
@@ -208,3 +204,19 @@ class ModelDrafter:
             # must not be what they were drawn with before.
             step=0 if sequence.verification == "match" else sequence.target_passes,
         )
+
+
+def make_drafter(context: DrafterContext) -> ModelDrafter:
+    """The drafter around the draft model that was loaded for it."""
+    config, target, own, pool = context.config, context.target.model, context.own, context.pool
+    assert own is not None
+    limits = DraftModelLimits(
+        store=own.store,
+        page_size=pool.page_size,
+        num_pages=pool.num_pages,
+        vocab_size=min(target.vocab_size, own.model.vocab_size),
+        max_model_len=own.model.max_model_len,
+        max_batch_tokens=config.scheduler.max_batch_tokens,
+        temperature=config.speculation.draft_temperature,
+    )
+    return ModelDrafter(own.runner, limits, target.eos_token_ids)

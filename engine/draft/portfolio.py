@@ -6,11 +6,13 @@ import contextlib
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from engine.draft.drafter import Drafter, DraftProposal, Verdict
+from engine.draft.drafter import Drafter, DraftProposal, SequenceView, StepView
+from engine.draft.tree import check_parents, first_path, prune
 from engine.sequence import Sequence
 
 if TYPE_CHECKING:
@@ -29,23 +31,35 @@ class DrafterPortfolio:
     Args:
         drafters: by name.
         vocab_size: a draft is cut before the first id that the target does not know.
-        clock: seconds, for what each drafter takes.
+        features: by drafter, the layers of the target whose features it is shown.
+        prediction_readers: drafters that draft from a request's `prediction`.
+        clock: seconds, for what each drafter takes: the draft cost.
     """
 
     def __init__(
         self,
         drafters: Mapping[str, Drafter],
         vocab_size: int,
+        *,
+        features: Mapping[str, Seq[int]] = MappingProxyType({}),
+        prediction_readers: Collection[str] = (),
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._drafters = dict(drafters)
         self._vocab_size = vocab_size
+        self._features = {name: tuple(features.get(name, ())) for name in drafters}
+        self._prediction_readers = frozenset(prediction_readers)
         self._clock = clock
 
     @property
     def names(self) -> tuple[str, ...]:
         """Drafters that work."""
         return tuple(self._drafters)
+
+    @property
+    def prediction_readers(self) -> tuple[str, ...]:
+        """Drafters that work and draft from a request's `prediction`."""
+        return tuple(name for name in self._drafters if name in self._prediction_readers)
 
     # -- before a step -------------------------------------------------------------------
 
@@ -77,42 +91,57 @@ class DrafterPortfolio:
 
     # -- in a step -----------------------------------------------------------------------
 
-    def propose(self, sequences: Seq[Sequence], lengths: Seq[int]) -> DraftProposal:
-        """One list of draft tokens per sequence, never longer than its length."""
+    def features(self, sequences: Iterable[Sequence]) -> tuple[int, ...]:
+        """Layers whose features a pass over these sequences must bring, for `observe`."""
+        layers: set[int] = set()
+        for name in {name for sequence in sequences for name in self._drafters_of(sequence)}:
+            layers.update(self._features[name])
+        return tuple(sorted(layers))
+
+    def propose(
+        self, sequences: Seq[Sequence], lengths: Seq[int], drafters: Seq[str]
+    ) -> DraftProposal:
+        """One list of draft tokens per sequence, never longer than its length.
+
+        Of a tree only the first path is kept: the judge checks chains.
+
+        Args:
+            drafters: who drafts for each sequence; a name that is not, or no longer, here drafts
+                nothing.
+        """
         tokens: list[list[int]] = [[] for _ in sequences]
         weights: list[torch.Tensor | None] = [None for _ in sequences]
         seconds: dict[str, float] = {}
         forwards = 0
         groups: dict[str, list[int]] = defaultdict(list)
-        for i, (sequence, length) in enumerate(zip(sequences, lengths, strict=True)):
-            if length and sequence.drafter in self._drafters:
-                groups[sequence.drafter].append(i)
+        for i, (_, length, name) in enumerate(zip(sequences, lengths, drafters, strict=True)):
+            if length and name in self._drafters:
+                groups[name].append(i)
         for name, members in groups.items():
             began = self._clock()
             with self._switched_off_if_it_raises(name) as drafter:
-                proposal = drafter.propose(
-                    [sequences[i] for i in members], [lengths[i] for i in members]
-                )
+                own = [lengths[i] for i in members]
+                proposal = drafter.propose([sequences[i] for i in members], own)
                 forwards += proposal.forwards
-                drawn_from = proposal.probabilities or [None] * len(members)
-                for i, draft, rows in zip(members, proposal.tokens, drawn_from, strict=True):
-                    tokens[i] = self._trim(draft, lengths[i])
-                    weights[i] = rows if rows is None else rows[: len(tokens[i])]
+                for i, (draft, rows) in zip(members, self._cut(proposal, own), strict=True):
+                    tokens[i], weights[i] = draft, rows
             seconds[name] = self._clock() - began
         return DraftProposal(tokens, weights, seconds, forwards)
 
-    def commit(self, sequences: Seq[Sequence], verdicts: Seq[Verdict]) -> None:
-        """Tells every drafter what became of the sequences it may draft for."""
-        groups: dict[str, list[int]] = defaultdict(list)
-        for i, sequence in enumerate(sequences):
-            for name in sequence.drafters:
-                if name in self._drafters:
-                    groups[name].append(i)
-        for name, members in groups.items():
+    def observe(self, view: StepView) -> None:
+        """Tells every drafter what became of the sequences it may draft for.
+
+        Args:
+            view: of the whole step, with the features that `features` has asked for.
+        """
+        groups: dict[str, list[SequenceView]] = defaultdict(list)
+        for part in view.sequences:
+            for name in self._drafters_of(part.sequence):
+                groups[name].append(part)
+        for name, parts in groups.items():
             with self._switched_off_if_it_raises(name) as drafter:
-                drafter.commit(
-                    [sequences[i] for i in members], [verdicts[i] for i in members], None
-                )
+                features = {layer: view.features[layer] for layer in self._features[name]}
+                drafter.observe(StepView(tuple(parts), features))
 
     def release(self, sequence: Sequence) -> None:
         """Lets every drafter forget a sequence that has ended."""
@@ -131,6 +160,28 @@ class DrafterPortfolio:
         """Called while its exception is handled, which is logged."""
         logger.exception("drafter %s failed and is switched off; answers are unaffected", name)
         del self._drafters[name]
+
+    def _drafters_of(self, sequence: Sequence) -> list[str]:
+        """Drafters that may be asked for a sequence: none if it never drafts."""
+        if sequence.max_draft == 0:
+            return []
+        return [name for name in sequence.drafters if name in self._drafters]
+
+    def _cut(
+        self, proposal: DraftProposal, lengths: Seq[int]
+    ) -> Iterator[tuple[list[int], torch.Tensor | None]]:
+        """A drafter's chains within their lengths and the vocabulary, and what each token of
+        theirs was drawn from."""
+        weights = proposal.probabilities or [None] * len(lengths)
+        trees: Seq[list[int] | None] = proposal.parents or [None] * len(lengths)
+        for draft, rows, tree, length in zip(proposal.tokens, weights, trees, lengths, strict=True):
+            if tree is None:
+                kept = self._trim(draft, length)
+                yield kept, rows if rows is None else rows[: len(kept)]
+            else:
+                check_parents(draft, tree)
+                path = first_path(prune(draft, tree, length, self._vocab_size), tree)
+                yield [draft[i] for i in path], rows if rows is None else rows[path]
 
     def _trim(self, draft: list[int], length: int) -> list[int]:
         kept = draft[:length]

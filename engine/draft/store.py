@@ -1,4 +1,5 @@
-"""Past answers, kept so that repeated traffic drafts from what was said yesterday.
+"""Past answers, kept so that repeated traffic drafts from what was said yesterday: a suffix store,
+or n-gram speculation across requests.
 
 Every answer is kept with the end of its prompt, so that the first token of a question asked
 again has something to match. An index knows where each run of `_ANCHOR` tokens occurred; of the

@@ -12,7 +12,7 @@ from engine.draft.lookup import LookupDrafter
 from engine.draft.portfolio import DrafterPortfolio
 from engine.sequence import Sequence
 from engine.types import Request, SpeculationParams
-from tests.drafters import ForgetfulDrafter, RaisingDrafter, ScriptedDrafter
+from tests.drafters import ForgetfulDrafter, RaisingDrafter, ScriptedDrafter, seen
 
 VOCAB = 50
 
@@ -71,15 +71,15 @@ def drafting(*tokens: int) -> ScriptedDrafter:
 def test_each_sequence_asks_its_own_drafter_once_a_step() -> None:
     a, b = drafting(1, 1), drafting(2)
     several = portfolio(a=a, b=b)
-    sequences = [sequence([0], d) for d in ("a", "b", "a", "none", "c")]
-    proposal = several.propose(sequences, [2, 2, 1, 2, 2])
+    sequences = [sequence([0]) for _ in range(5)]
+    proposal = several.propose(sequences, [2, 2, 1, 2, 2], ["a", "b", "a", "none", "c"])
     assert proposal.tokens == [[1, 1], [2], [1], [], []]
     assert (a.proposals, b.proposals) == (1, 1)
 
 
 def test_length_zero_asks_nobody() -> None:
     a = drafting(1)
-    assert portfolio(a=a).propose([sequence([0], "a")], [0]).tokens == [[]]
+    assert portfolio(a=a).propose([sequence([0])], [0], ["a"]).tokens == [[]]
     assert a.proposals == 0
 
 
@@ -98,10 +98,10 @@ def test_length_zero_asks_nobody() -> None:
 def test_drafts_are_cut(drafted: list[int], kept: list[int]) -> None:
     """Before the first unknown id, and at the length that has pages."""
     several = portfolio(a=drafting(*drafted))
-    assert several.propose([sequence([0], "a")], [3]).tokens == [kept]
+    assert several.propose([sequence([0])], [3], ["a"]).tokens == [kept]
 
 
-@pytest.mark.parametrize("method", ["propose", "commit", "release"])
+@pytest.mark.parametrize("method", ["propose", "observe", "release"])
 def test_a_drafter_that_raises_is_switched_off(
     method: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -114,8 +114,8 @@ def test_a_drafter_that_raises_is_switched_off(
         one.append(verdict.emitted)
     with caplog.at_level(logging.ERROR):
         for _ in range(3):
-            drafts = several.propose(sequences, [1, 1])
-            several.commit(sequences, verdicts)
+            drafts = several.propose(sequences, [1, 1], ["bad", "good"])
+            several.observe(seen(sequences, verdicts))
             several.release(sequences[1])
     assert several.names == ("good",)
     assert drafts.tokens == [[], [2]]
@@ -128,7 +128,7 @@ def test_a_drafter_that_raises_is_switched_off(
 def test_a_drafter_that_answers_for_too_few_is_switched_off() -> None:
     several = portfolio(bad=ForgetfulDrafter(lambda _s, _n: [1]))
     sequences = [sequence([0], "bad") for _ in range(2)]
-    assert len(several.propose(sequences, [1, 1]).tokens) == 2
+    assert len(several.propose(sequences, [1, 1], ["bad", "bad"]).tokens) == 2
     assert several.names == ()
 
 
@@ -142,7 +142,7 @@ def test_probabilities_are_cut_with_their_tokens() -> None:
             return DraftProposal(proposal.tokens, rows)
 
     proposal = portfolio(a=Weighing(lambda _s, _n: [0, 1, VOCAB, 3, 4])).propose(
-        [sequence([0], "a"), sequence([0], "none")], [4, 4]
+        [sequence([0]), sequence([0])], [4, 4], ["a", "none"]
     )
     assert proposal.tokens == [[0, 1], []]
     assert [None if p is None else p.shape[0] for p in proposal.probabilities] == [2, None]

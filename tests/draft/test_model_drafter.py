@@ -33,7 +33,7 @@ def engine(draft: LoadedModel | None, target: LoadedModel | None = None, **cache
             mode="fixed", drafter="model" if draft else "none", max_draft=4
         ),
     )
-    return assemble(config, target or load("llama"), draft)
+    return assemble(config, target or load("llama"), {"model": draft} if draft else {})
 
 
 def requests(count: int = 30, **sampling: object):

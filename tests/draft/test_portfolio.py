@@ -221,13 +221,13 @@ def test_fixed_drafts_from_lookup_where_it_matches_and_else_from_the_model() -> 
     portfolio = built.engine.parts.drafters
     propose = DrafterPortfolio.propose
 
-    def counting(sequences, lengths):
-        for one, length in zip(sequences, lengths, strict=True):
+    def counting(sequences, lengths, drafters):
+        for one, length, name in zip(sequences, lengths, drafters, strict=True):
             if length:
-                asked[one.drafter] += 1
+                asked[name] += 1
                 offers = portfolio.outlook("lookup", one) is not None
-                assert one.drafter == ("lookup" if offers else "model")
-        return propose(portfolio, sequences, lengths)
+                assert name == ("lookup" if offers else "model")
+        return propose(portfolio, sequences, lengths, drafters)
 
     portfolio.propose = counting  # type: ignore[method-assign]
     check_truth(run(built, greedy()), "llama")

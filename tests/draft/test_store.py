@@ -13,6 +13,7 @@ from engine.draft.lookup import PREDICTED, STORED, LookupDrafter
 from engine.draft.store import AnswerStore, StoreCursor
 from engine.sequence import Sequence
 from engine.types import Request, SpeculationParams
+from tests.drafters import seen
 
 ROOMY = 1 << 20
 QUESTION = (90, 91, 92, 93, 1, 2, 3)
@@ -37,7 +38,7 @@ def answered(drafter: LookupDrafter, prompt: tuple[int, ...], answer: list[int],
     done = sequence(prompt, salt)
     drafter.propose([done], [4])
     done.append(answer)
-    drafter.commit([done], [Verdict(answer, 0, 0)], None)
+    drafter.observe(seen([done], [Verdict(answer, 0, 0)]))
     drafter.release(done)
 
 
@@ -251,7 +252,7 @@ def test_a_preview_is_the_draft_and_leaves_no_trace() -> None:
     for one in (predicted, plain):
         preview = drafter.preview(one, 3)
         assert preview == twin.propose([one], [3]).tokens[0]
-    drafter.commit([predicted], [Verdict([5], 0, 0)], None)
+    drafter.observe(seen([predicted], [Verdict([5], 0, 0)]))
     assert predicted.rejected_prediction_tokens == predicted.accepted_prediction_tokens == 0
 
 

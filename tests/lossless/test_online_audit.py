@@ -10,17 +10,16 @@ import pytest
 
 from engine.async_engine import AsyncEngine
 from engine.audit import online
-from engine.audit.online import PATIENCE, AuditingEngine
+from engine.audit.online import PATIENCE, OnlineAudit
 from engine.build import BuiltEngine, assemble
 from engine.config import EngineConfig, ModelConfig
-from engine.core import Engine
 from engine.errors import ConfigurationError
 from engine.judge import Judge
-from engine.types import AuditStats, Finished, Request, SamplingParams, StepStats
+from engine.types import AuditStats, Event, Finished, Request, SamplingParams, StepStats
 from server.metrics import Metrics
 from server.settings import Settings
 from tests.drafters import ScriptedDrafter
-from tests.fakes import Answer, Around, Run, ask, load_fake, make_config, make_engine, tiny
+from tests.fakes import Around, Run, ask, load_fake, make_config, make_engine, tiny
 from tests.lossless.broken import Generous, Leaky
 
 PROMPT = (7, 8, 9) * 3
@@ -33,28 +32,39 @@ def auditing(rate: float = 1.0, judge: type[Judge] = Judge, **changes: Any) -> B
     old = built.engine
     sound = old.parts.judge
     parts = dataclasses.replace(old.parts, judge=judge(sound.vocab_size, sound.eos_token_ids))
-    engine = AuditingEngine(
-        parts,
-        max_model_len=old.max_model_len,
-        default_drafters=old.default_drafters,
-        max_draft=old.max_draft,
-        rate=rate,
-        dtype="float32",
-    )
-    return dataclasses.replace(built, engine=engine)
+    old.parts = parts
+    return dataclasses.replace(built, idle=OnlineAudit(old, rate, "float32"))
+
+
+def task(built: BuiltEngine) -> OnlineAudit:
+    """The engine's idle task."""
+    assert isinstance(built.idle, OnlineAudit)
+    return built.idle
+
+
+class Served(Run):
+    """Steps an engine as its thread does: the idle task hears of everything."""
+
+    def add(self, request: Request) -> None:
+        task(self.built).watch(request)
+        super().add(request)
+
+    def step(self, *, check: bool = False) -> list[Event]:
+        events = super().step(check=check)
+        task(self.built).observe(events)
+        return events
 
 
 def audits(built: BuiltEngine, most: int = 500) -> list[AuditStats]:
-    """Steps until nothing waits to be audited; nobody else may hear of it."""
-    engine, found = built.engine, []
-    while engine.has_work or engine.patience is not None:
-        output = engine.step()
-        assert output.events == []
-        assert output.stats is None
-        found += [output.audit] if output.audit else []
+    """Idles until nothing waits to be audited; nobody else may hear of it."""
+    found = []
+    while task(built).patience is not None:
+        stats = task(built).step()
+        assert not built.engine.has_work
+        found += [stats] if stats else []
         most -= 1
         assert most
-    engine.check()
+    built.engine.check()
     return found
 
 
@@ -71,7 +81,7 @@ def greedy(count: int = 4, tokens: int = 24, **sampling: Any) -> list[Request]:
 )
 def test_sound_answers_are_compared_token_by_token(sampling: dict[str, Any]) -> None:
     built = auditing(loaded=tiny().loaded)
-    done = Run(built, greedy(**sampling)).finish()
+    done = Served(built, greedy(**sampling)).finish()
     drafted = [a.choices[0].end.stats.draft_tokens for a in done.answers.values()]  # type: ignore
     assert all(drafted)
     assert audits(built) == [AuditStats(24, 0, 0)] * 4
@@ -84,7 +94,7 @@ def test_a_verification_bug_is_a_fault(
     judge: type[Judge], sampling: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     built = auditing(judge=judge)
-    Run(built, greedy(**sampling)).finish()
+    Served(built, greedy(**sampling)).finish()
     found = audits(built)
     assert sum(stats.faults for stats in found) >= 2
     assert all(stats.tokens <= 24 and not stats.near_ties for stats in found)
@@ -95,7 +105,7 @@ def test_a_verification_bug_is_a_fault(
 def test_a_near_tie_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(online.NEAR_TIE, "float32", 1e9)
     built = auditing(judge=Generous)
-    Run(built, greedy()).finish()
+    Served(built, greedy()).finish()
     found = audits(built)
     assert sum(stats.near_ties for stats in found) >= 2
     assert not any(stats.faults for stats in found)
@@ -103,7 +113,7 @@ def test_a_near_tie_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_aborted_answers_are_compared_as_far_as_they_came() -> None:
     built = auditing()
-    running = Run(built, greedy(1, tokens=60))
+    running = Served(built, greedy(1, tokens=60))
     while len(running.answers["r0"].choices[0].tokens) < 10:
         running.step()
     running.abort("r0")
@@ -113,20 +123,20 @@ def test_aborted_answers_are_compared_as_far_as_they_came() -> None:
 
 def test_only_a_share_of_greedy_answers_with_drafts_is_audited() -> None:
     built = auditing(rate=0.25)
-    Run(built, greedy(8)).finish()
+    Served(built, greedy(8)).finish()
     assert len(audits(built)) == 2
     sampled = [Request("s", PROMPT, SamplingParams(max_tokens=8, seed=1))]
     for requests, drafter in ((sampled, None), (greedy(2), "none")):
         built = auditing(**({"drafter": drafter} if drafter else {}))
-        Run(built, requests).finish()
-        assert built.engine.patience is None
+        Served(built, requests).finish()
+        assert task(built).patience is None
 
 
 def test_answers_that_wait_are_few() -> None:
     built = auditing()
     for first in range(0, 80, 8):
         requests = [ask(f"r{first + i}", (*PROMPT, i), 6) for i in range(8)]
-        Run(built, requests).finish()
+        Served(built, requests).finish()
     assert len(audits(built, most=5000)) <= 64
 
 
@@ -135,35 +145,33 @@ def test_answers_that_wait_are_few() -> None:
 
 def test_no_audit_begins_while_there_is_work() -> None:
     built = auditing()
-    Run(built, greedy(1)).finish()
-    assert built.engine.patience == PATIENCE
-    running = Run(built, [ask("later", PROMPT, 30, temperature=1.0, seed=1)])
+    Served(built, greedy(1)).finish()
+    assert task(built).patience == PATIENCE
+    running = Served(built, [ask("later", PROMPT, 30, temperature=1.0, seed=1)])
     while built.engine.has_work:
-        output = built.engine.step()
-        assert output.audit is None
-        for event in output.events:
-            running._take(event)
-    assert built.engine.patience == PATIENCE
+        running.step()
+        assert task(built)._audit is None
+    assert task(built).patience == PATIENCE
     assert len(audits(built)) == 1
 
 
 def test_an_audit_makes_way_at_once_and_begins_anew() -> None:
     built = auditing(num_pages=40)
-    engine = built.engine
-    Run(built, greedy(1, tokens=40)).finish()
-    limits, planner = engine.parts.scheduler.config, engine.parts.planner
+    engine, pool = built.engine, built.engine.parts.pool
+    Served(built, greedy(1, tokens=40)).finish()
+    parts, limits = engine.parts, engine.parts.scheduler.config
     for _ in range(5):
-        engine.step()
-    assert engine.has_work
-    assert engine.parts.pool.num_used
-    assert engine.parts.scheduler.config != limits
-    request = ask("caller", PROMPT, 12, temperature=1.0, seed=1)
-    engine.add(request)
+        task(built).step()
+    assert task(built).patience == 0.0
+    assert pool.num_used
+    # Nothing of what serves has been touched, nor has it anything to do.
+    assert engine.parts is parts
     assert engine.parts.scheduler.config is limits
-    assert engine.parts.planner is planner
-    assert engine.parts.pool.num_used == 0
-    done = Run(built)
-    done.requests["caller"], done.answers["caller"] = request, Answer()  # it has been added
+    assert not engine.has_work
+    done = Served(built)
+    done.add(ask("caller", PROMPT, 12, temperature=1.0, seed=1))
+    assert pool.num_used == 0
+    assert task(built).patience == PATIENCE
     done.finish(check=True)
     assert done.answers["caller"].tokens
     assert audits(built) == [AuditStats(40, 0, 0)]
@@ -178,7 +186,7 @@ def test_an_audit_feeds_few_tokens_a_step() -> None:
             return logits
 
     built = auditing(wrap=Counting, max_batch_tokens=128)
-    Run(built, [ask("long", PROMPT * 10, 12, ignore_eos=True)]).finish()
+    Served(built, [ask("long", PROMPT * 10, 12, ignore_eos=True)]).finish()
     assert max(rows) == 90
     rows.clear()
     assert audits(built) == [AuditStats(12, 0, 0)]
@@ -187,7 +195,7 @@ def test_an_audit_feeds_few_tokens_a_step() -> None:
 
 def test_an_audit_leaves_no_page_and_no_statistics() -> None:
     built = auditing()
-    Run(built, greedy(2)).finish()
+    Served(built, greedy(2)).finish()
     pool = built.engine.parts.pool
     cached, free = len(pool._cached), len(pool._free)
     audits(built)
@@ -197,10 +205,13 @@ def test_an_audit_leaves_no_page_and_no_statistics() -> None:
 def test_an_audit_does_not_read_pages_of_the_answer_it_checks() -> None:
     """Speculation that wrote wrong keys and values must not convince its own auditor."""
     built = auditing()
-    Run(built, greedy(1)).finish()
-    built.engine.step()
-    [sequence] = built.engine.parts.scheduler.running
+    Served(built, greedy(1)).finish()
+    task(built).step()
+    audit = task(built)._audit
+    assert audit is not None
+    [sequence] = audit.engine.parts.scheduler.running
     assert sequence.cached_prompt_tokens == 0
+    audit.engine.check()  # the serving engine holds no page beside it
     audits(built)
 
 
@@ -209,9 +220,9 @@ def test_an_audit_does_not_read_pages_of_the_answer_it_checks() -> None:
 
 def test_a_configuration_decides() -> None:
     config = dataclasses.replace(make_config(), audit_rate=0.0)
-    assert type(assemble(config, load_fake()).engine) is Engine
+    assert assemble(config, load_fake()).idle is None
     config = dataclasses.replace(config, audit_rate=0.5)
-    assert type(assemble(config, load_fake()).engine) is AuditingEngine
+    assert isinstance(assemble(config, load_fake()).idle, OnlineAudit)
     assert Settings(audit_rate=0.5).engine_config("x").audit_rate == 0.5
     with pytest.raises(ConfigurationError, match=r"audit_rate is 1\.5; it must be from 0 to 1"):
         EngineConfig(ModelConfig("x"), audit_rate=1.5)

@@ -21,7 +21,7 @@ import engine.core
 from engine.build import BuiltEngine
 from engine.config import ModelConfig
 from engine.control.planner import FixedPlanner
-from engine.draft.drafter import DraftProposal, Verdict
+from engine.draft.drafter import DraftProposal, StepView
 from engine.judge import Judge
 from engine.model.loader import LoadedModel, adopt_model
 from engine.model.runner import ATTENTION
@@ -125,7 +125,6 @@ class TableDrafter:
     """
 
     name = "table"
-    hidden_layers: tuple[int, ...] = ()
 
     def __init__(
         self,
@@ -156,9 +155,7 @@ class TableDrafter:
         told = None if matched or not rows else self._told(torch.stack(rows))
         return tokens[1:], told
 
-    def commit(
-        self, sequences: Seq[Sequence], verdicts: Seq[Verdict], hidden_states: Tensor | None
-    ) -> None:
+    def observe(self, view: StepView) -> None:
         pass
 
     def release(self, sequence: Sequence) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from engine.config import EngineConfig
+from engine.config import EngineConfig, SpeculationConfig
+from engine.draft.registry import DEFAULT, default_drafters
 from engine.errors import ConfigurationError
 from server.cli import make_parser
 from server.configure import flag_of, load_settings
@@ -132,7 +133,9 @@ def test_every_setting_is_a_flag_of_every_command() -> None:
 def test_defaults_are_the_engines_and_the_servers() -> None:
     settings = Settings()
     made = settings.engine_config("x")
-    assert made == EngineConfig(model=made.model)
+    # The engine leaves its default drafter to the registry; people shall see the name.
+    assert made == EngineConfig(made.model, speculation=SpeculationConfig(drafter=DEFAULT))
+    assert default_drafters(made.speculation) == default_drafters(SpeculationConfig())
     assert made.model.path == "x"
     assert settings.server_options() == ServerOptions()
 
@@ -168,10 +171,10 @@ def test_the_configurations_that_come_along_are_valid(file: Path) -> None:
 def test_one_drafter_is_the_short_form_of_several() -> None:
     one, same = Settings(drafter="lookup"), Settings(drafters="lookup")  # type: ignore[arg-type]
     for settings in (Settings(), one, same):
-        assert settings.engine_config("x").speculation.default_drafters == ("lookup",)
+        assert default_drafters(settings.engine_config("x").speculation) == ("lookup",)
     settings = load_settings(None, {}, {"drafters": "lookup, model"})
     assert settings.drafter == "lookup"
-    assert settings.engine_config("x").speculation.default_drafters == ("lookup", "model")
+    assert default_drafters(settings.engine_config("x").speculation) == ("lookup", "model")
     from_environment = load_settings(None, {"SPECSERVE_DRAFTERS": "model,lookup"}, {})
     assert from_environment.drafters == ("model", "lookup")
 

@@ -1,0 +1,70 @@
+"""From registry entries to drafters that work: their models, their stores, one portfolio."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from collections.abc import Sequence as Seq
+from pathlib import Path
+
+from engine.cache.pages import PagePool
+from engine.config import EngineConfig
+from engine.draft import registry
+from engine.draft.drafter import Drafter
+from engine.draft.entry import DrafterContext, DrafterEntry, OwnModel, PagedModel
+from engine.draft.portfolio import DrafterPortfolio
+from engine.errors import ConfigurationError
+from engine.model.loader import LoadedModel
+
+
+def load_models(config: EngineConfig, report: Callable[[str], None]) -> dict[str, LoadedModel]:
+    """The models that wanted drafters run, by drafter.
+
+    Raises:
+        ConfigurationError: a drafter or its model is not known, or it does not fit the target.
+    """
+    models = {}
+    for entry in registry.wanted(config.speculation):
+        if entry.model is not None:
+            own = entry.model.config(config.speculation)
+            if own is None:
+                raise _lacks_model(entry.name, entry.model)
+            report(f"Loading the model of drafter {entry.name}")
+            entry.model.check(Path(config.model.path), Path(own.path))
+            models[entry.name] = entry.model.load(own)
+    return models
+
+
+def make_portfolio(
+    config: EngineConfig,
+    entries: Seq[DrafterEntry],
+    target: PagedModel,
+    models: Mapping[str, PagedModel],
+    pool: PagePool,
+) -> DrafterPortfolio:
+    """The drafters of these entries.
+
+    Args:
+        models: those that drafters run, by drafter.
+
+    Raises:
+        ConfigurationError: a drafter lacks its model.
+    """
+    drafters: dict[str, Drafter] = {}
+    features: dict[str, tuple[int, ...]] = {}
+    for entry in entries:
+        own = models.get(entry.name)
+        if entry.model is not None and own is None:
+            raise _lacks_model(entry.name, entry.model)
+        layers = entry.features(target.model.shape.num_layers)
+        features[entry.name] = layers
+        drafters[entry.name] = entry.make(DrafterContext(config, target, pool, layers, own))
+    return DrafterPortfolio(
+        drafters,
+        target.model.vocab_size,
+        features=features,
+        prediction_readers=[entry.name for entry in entries if entry.reads_predictions],
+    )
+
+
+def _lacks_model(name: str, model: OwnModel) -> ConfigurationError:
+    return ConfigurationError(f"drafter is {name}, but no {model.setting} is set; name one.")

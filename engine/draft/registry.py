@@ -1,0 +1,147 @@
+"""Every drafter there is: the only place that knows their names.
+
+To add one, write its file and `register` an entry, here or from outside: settings, requests,
+loading, stores, calibration, portfolio and `specserve doctor` go by the entries. Importing this
+needs no torch: factories import what they build when they are called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from engine.config import NO_DRAFTER, ModelConfig, SpeculationConfig
+from engine.draft.drafter import Drafter
+from engine.draft.entry import DrafterContext, DrafterEntry, OwnModel
+from engine.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from engine.model.loader import LoadedModel
+
+
+def _make_lookup(context: DrafterContext) -> Drafter:
+    from engine.draft.lookup import make_drafter
+
+    return make_drafter(context)
+
+
+def _make_model(context: DrafterContext) -> Drafter:
+    from engine.draft.model import make_drafter
+
+    return make_drafter(context)
+
+
+def _check_pair(target: Path, draft: Path) -> None:
+    from engine.model.pairing import check_pair
+
+    check_pair(target, draft)
+
+
+def _load_model(config: ModelConfig) -> LoadedModel:
+    from engine.model.loader import load_model
+
+    return load_model(Path(config.path), config)
+
+
+_LOOKUP = DrafterEntry(
+    name="lookup",
+    summary="drafts from the text itself and so fits every model",
+    make=_make_lookup,
+    reads_predictions=True,
+    always=True,
+)
+_MODEL = DrafterEntry(
+    name="model",
+    summary="drafts with a smaller model that has the same tokenizer",
+    make=_make_model,
+    model=OwnModel(
+        setting="draft_model",
+        config=lambda speculation: speculation.draft_model,
+        check=_check_pair,
+        load=_load_model,
+    ),
+)
+
+#: Drafter of a server that is told nothing.
+DEFAULT = _LOOKUP.name
+
+_entries = {entry.name: entry for entry in (_LOOKUP, _MODEL)}
+
+
+def register(entry: DrafterEntry) -> None:
+    """Makes a drafter known to settings and engines that are made from now on.
+
+    Raises:
+        ValueError: the name is taken, or no word of letters, digits, "-" and "_".
+    """
+    name = entry.name
+    if not name.replace("-", "").replace("_", "").isalnum():
+        raise ValueError(f"{name!r} cannot name a drafter; use letters, digits, - and _")
+    if name in choices():
+        raise ValueError(f"a drafter called {name} is registered already; take another name")
+    _entries[name] = entry
+
+
+def unregister(name: str) -> None:
+    """Takes back `register`; an unknown name is a KeyError."""
+    del _entries[name]
+
+
+def choices() -> tuple[str, ...]:
+    """What may be set as a drafter: all names, and the word for nobody."""
+    return (*_entries, NO_DRAFTER)
+
+
+def get(name: str) -> DrafterEntry:
+    """The entry of a drafter.
+
+    Raises:
+        ConfigurationError: there is none of that name.
+    """
+    if name not in _entries:
+        raise ConfigurationError(f"drafter is {name!r}; choose one of {', '.join(choices())}.")
+    return _entries[name]
+
+
+def default_drafters(speculation: SpeculationConfig) -> tuple[str, ...]:
+    """Drafters of requests that do not name one, at least one name; the word for nobody stands
+    alone.
+
+    Raises:
+        ConfigurationError: a drafter is unknown.
+    """
+    names = speculation.drafters or (speculation.drafter or DEFAULT,)
+    for name in names:
+        if name != NO_DRAFTER:
+            get(name)
+    return names
+
+
+def wanted(
+    speculation: SpeculationConfig, loaded: Collection[str] = ()
+) -> tuple[DrafterEntry, ...]:
+    """What an engine with these settings has: the drafters they name, those that cost nothing,
+    and of those that run a model the ones whose model is set. A setting that several could take
+    their model from goes to those that are named, else to the one that was registered first.
+
+    Args:
+        loaded: drafters whose models are in memory already, whatever the settings say.
+
+    Raises:
+        ConfigurationError: a drafter is unknown.
+    """
+    names = default_drafters(speculation)
+    if names == (NO_DRAFTER,):
+        return ()
+    taken = {own.setting for name in names if (own := get(name).model)}
+    chosen = []
+    for entry in _entries.values():
+        own = entry.model
+        named = entry.name in names or entry.name in loaded or entry.always
+        if own is not None and own.setting not in taken:
+            named |= own.config(speculation) is not None
+            taken.add(own.setting)
+        if named:
+            chosen.append(entry)
+    return tuple(chosen)
