@@ -265,6 +265,8 @@ class StepStats:
     prefix_hit_tokens: int
     speculation: SpeculationReport = field(default_factory=SpeculationReport)
     plan_seconds: float = 0.0  # scheduling, and choosing drafters and draft lengths
+    choose_seconds: float = 0.0  # of these on choosing
+    learn_seconds: float = 0.0  # observing the step before; a part of `between_seconds`
     drafter_seconds: Mapping[str, float] = field(default_factory=dict)  # draft_seconds by drafter
     draft_forwards: int = 0  # passes of draft models
     between_seconds: float = 0.0  # see `step_stats`
