@@ -15,8 +15,9 @@ from engine.audit.online import OnlineAudit
 from engine.cache.pages import TARGET, PagePool
 from engine.config import EngineConfig
 from engine.control.adaptive import AdaptivePlanner
+from engine.control.costs import CostModel
 from engine.control.options import Mode, PlannerOptions
-from engine.control.shield import ShieldedPlanner
+from engine.control.planner import ShieldedPlanner
 from engine.core import Engine, EngineParts
 from engine.draft import registry
 from engine.draft.build import load_models, make_portfolio
@@ -25,9 +26,9 @@ from engine.draft.entry import PagedModel
 from engine.errors import ConfigurationError
 from engine.idle import IdleTask
 from engine.judge import Judge
+from engine.meter.meter import Meter
 from engine.model.loader import LoadedModel, load_model
 from engine.model.memory import available_memory, logits_bytes, plan_pages
-from engine.model.passes import Runner
 from engine.model.selftest import check_invariance
 from engine.prepare import measure, populate, warm_up
 from engine.rules import RequestRules
@@ -93,15 +94,17 @@ def assemble(
     if prepare:
         populate([target.runner, *(model.runner for model in others)])
     portfolio = make_portfolio(config, entries, target, drafting, pool)
-    planner = _make_planner(config, portfolio)
-    if prepare and planner.options.mode is Mode.AUTO and portfolio.names:
-        planner = AdaptivePlanner(measure(planner.options, config, target, drafting, pool))
+    options = _plan_how(config, portfolio)
+    costs = CostModel(most_rows=config.scheduler.max_batch_tokens)
+    if prepare and options.mode is Mode.AUTO and portfolio.names:
+        costs = measure(config, target, drafting, pool)
     parts = EngineParts(
         target=target.runner,
         pool=pool,
         scheduler=Scheduler(config.scheduler, pool),
         drafters=portfolio,
-        planner=ShieldedPlanner(planner),
+        planner=ShieldedPlanner(AdaptivePlanner(options, costs)),
+        meter=Meter(costs),
         judge=Judge(loaded.vocab_size, loaded.eos_token_ids, config.speculation.verification),
     )
     engine = Engine(
@@ -140,8 +143,8 @@ def _describe(
     )
 
 
-def _make_planner(config: EngineConfig, advisor: Advisor) -> AdaptivePlanner:
-    """The planner that a configuration asks for, knowing nothing of this machine yet."""
+def _plan_how(config: EngineConfig, advisor: Advisor) -> PlannerOptions:
+    """How a configuration asks to plan."""
     speculation = config.speculation
     try:
         mode = Mode(speculation.mode)
@@ -150,14 +153,7 @@ def _make_planner(config: EngineConfig, advisor: Advisor) -> AdaptivePlanner:
         raise ConfigurationError(
             f"speculation is {speculation.mode!r}; choose one of {modes}."
         ) from None
-    return AdaptivePlanner(
-        PlannerOptions(
-            depth=max(1, speculation.max_draft),
-            most_rows=config.scheduler.max_batch_tokens,
-            mode=mode,
-            advisor=advisor,
-        )
-    )
+    return PlannerOptions(max(1, speculation.max_draft), mode, advisor)
 
 
 def check_numerics(built: BuiltEngine) -> BuiltEngine:

@@ -10,9 +10,10 @@ import torch
 
 from engine.batch import Span, build_batch
 from engine.cache.pages import PagePool
-from engine.control.calibration import Calibration, cache_key, calibrate
+from engine.control.calibration import Calibration, cache_key
 from engine.model.passes import Runner
 from engine.model.paths import cache_directory
+from engine.sweep import calibrate
 
 logger = logging.getLogger(__name__)
 
@@ -92,7 +93,7 @@ class PassTimer:
         self.seconds(sequences, sequences, tokens - 1)
 
     def seconds(self, rows: int, sequences: int, context: int) -> float:
-        """See `engine.control.calibration.Measure`; the context is cut where it does not fit."""
+        """See `engine.sweep.Measure`; the context is cut where it does not fit."""
         spans = []
         for i, table in enumerate(self._tables[:sequences]):
             count = rows // sequences + (i < rows % sequences)

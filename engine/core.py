@@ -14,19 +14,19 @@ from engine.batch import build_batch
 from engine.cache.pages import PagePool
 from engine.commit import commit
 from engine.config import NO_DRAFTER
-from engine.control.planner import Planner
-from engine.control.report import leave_out_prompt, report, speedup_of
-from engine.control.status import describe
-from engine.draft.drafter import Verdict
+from engine.control.planner import Assignment, Planner
+from engine.draft.drafter import DraftProposal, Verdict
 from engine.draft.portfolio import DrafterPortfolio
 from engine.errors import CorruptedLogits, RequestFailed
 from engine.judge import NOTHING, Judge, Judgement
 from engine.laps import Laps
 from engine.layout import StepLayout, lay_out
+from engine.meter.meter import Meter
 from engine.model.passes import Pass, Runner
 from engine.scheduler import Scheduler, StepPlan
 from engine.sequence import Sequence, Status
 from engine.statistics import completed, step_stats
+from engine.status import describe, report
 from engine.step_view import view_step
 from engine.types import (
     Event,
@@ -50,6 +50,7 @@ class EngineParts:
     scheduler: Scheduler
     drafters: DrafterPortfolio
     planner: Planner
+    meter: Meter
     judge: Judge
 
 
@@ -139,8 +140,8 @@ class Engine:
                 self._finish(sequence, reason)
 
     def speculation(self) -> dict[str, Any]:
-        """What the planner knows, would do and has measured: see `engine.control.status`."""
-        return describe(self.parts.planner, self.parts.drafters.names)
+        """What planner and meter know: see `engine.status`."""
+        return describe(self.parts.planner, self.parts.meter, self.parts.drafters.names)
 
     def check(self) -> None:
         """Asserts that pages and queues agree with the live sequences.
@@ -168,8 +169,8 @@ class Engine:
         plan = laps.time("schedule", parts.scheduler.plan)
         if plan.scheduled:
             try:
-                lengths = laps.time("choose", parts.planner.choose, plan)
-                proposal = laps.time("draft", self._draft, plan, lengths)
+                chosen = laps.time("choose", parts.planner.choose, plan)
+                proposal = laps.time("draft", self._draft, plan, chosen)
                 layout = lay_out(plan, proposal.tokens)
                 passed = laps.time("verify", self._run_target, layout)
                 judgements = laps.time("judge", parts.judge.judge, layout, proposal, passed.logits)
@@ -179,9 +180,13 @@ class Engine:
             else:
                 verdicts = laps.time("commit", self._commit, layout, judgements, passed, laps)
                 stats = step_stats(plan, proposal, verdicts, laps, verify_seconds, parts.scheduler)
-                laps.time("learn", parts.planner.observe, plan, verdicts, stats)
+                laps.time("learn", self._learn, plan, verdicts, stats)
                 stats = self._end_complete(plan, stats)
         return StepOutput(self._take_events(), stats)
+
+    def _draft(self, plan: StepPlan, chosen: Assignment) -> DraftProposal:
+        drafters = self.parts.drafters
+        return drafters.propose(plan.sequences, chosen.lengths, chosen.drafters)
 
     def _run_target(self, layout: StepLayout) -> Pass:
         """One packed pass over all fed tokens and drafts, with the features that drafters need. A
@@ -227,6 +232,11 @@ class Engine:
         self.parts.drafters.observe(view_step(layout.sequences, verdicts, passed.features))
         return [kept.get(r.sequence, NOTHING).verdict for r in layout.sequences]
 
+    def _learn(self, plan: StepPlan, verdicts: Seq[Verdict], stats: StepStats) -> None:
+        """What was won is measured before anybody learns from it."""
+        gain = self.parts.meter.observe(plan, verdicts, stats)
+        self.parts.planner.observe(plan, verdicts, stats, gain)
+
     def _end_complete(self, plan: StepPlan, stats: StepStats) -> StepStats:
         """Ends complete sequences; only now, so that the planner has measured their last tokens.
 
@@ -235,17 +245,17 @@ class Engine:
         """
         for sequence in [s for s in plan.sequences if s.status is Status.RUNNING]:
             if sequence.target_passes == 1:
-                leave_out_prompt(self.parts.planner, sequence)
+                self.parts.meter.leave_out_prompt(sequence)
             reason = sequence.finish_reason(self.parts.judge.eos_token_ids)
             # Without room from the start (max_tokens = 0) it is over once the prompt is read.
             if reason is not None and (sequence.num_generated or not sequence.num_uncached):
                 self._finish(sequence, reason)
-        found = report(self.parts.planner, self.parts.drafters.names)
+        found = report(self.parts.planner, self.parts.meter, self.parts.drafters.names)
         return completed(stats, self.parts.scheduler, found)
 
     def _finish(self, sequence: Sequence, reason: FinishReason) -> None:
         request_id = sequence.request.request_id
-        stats = replace(sequence.stats(), speedup=speedup_of(self.parts.planner, sequence))
+        stats = replace(sequence.stats(), speedup=self.parts.meter.of_request(sequence))
         self._remove(sequence)
         eos = self.parts.judge.eos_token_ids
         by_token = reason is FinishReason.STOP and sequence.finish_reason(eos) is reason
@@ -263,6 +273,7 @@ class Engine:
         self.parts.scheduler.remove(sequence)
         self.parts.drafters.release(sequence)
         self.parts.planner.release(sequence)
+        self.parts.meter.release(sequence)
         self._requests[request_id].remove(sequence)
         if not self._requests[request_id]:
             del self._requests[request_id]

@@ -11,12 +11,13 @@ from engine.cache.pages import PRIVATE, PagePool
 from engine.calibrate import load_calibration
 from engine.config import EngineConfig
 from engine.control.calibration import Calibration
-from engine.control.options import PlannerOptions
+from engine.control.costs import CostModel
 from engine.control.planner import FixedPlanner
 from engine.core import Engine
 from engine.draft import registry
 from engine.draft.entry import PagedModel
 from engine.errors import ConfigurationError
+from engine.meter.meter import Meter
 from engine.model.passes import Runner
 from engine.rules import RequestRules
 from engine.types import Request, SamplingParams, SpeculationParams
@@ -42,17 +43,11 @@ def populate(runners: list[Runner]) -> None:
 
 
 def measure(
-    options: PlannerOptions,
-    config: EngineConfig,
-    target: PagedModel,
-    drafting: Mapping[str, PagedModel],
-    pool: PagePool,
-) -> PlannerOptions:
-    """The same options, with what passes of the target and of drafters' models cost on this
-    machine.
+    config: EngineConfig, target: PagedModel, drafting: Mapping[str, PagedModel], pool: PagePool
+) -> CostModel:
+    """What passes of the target and of drafters' models cost on this machine.
 
     Args:
-        options: of the planner.
         config: names the models' directories.
         target: unused so far, as the others.
         drafting: the models that drafters run, by drafter.
@@ -70,7 +65,8 @@ def measure(
         )
 
     drafts = {name: timed(paged, _path_of(name, config)) for name, paged in drafting.items()}
-    return replace(options, calibration=timed(target, config.model.path), draft_calibrations=drafts)
+    most_rows = config.scheduler.max_batch_tokens
+    return CostModel(timed(target, config.model.path), most_rows, drafts)
 
 
 def _path_of(drafter: str, config: EngineConfig) -> str:
@@ -88,7 +84,7 @@ def warm_up(engine: Engine, rules: RequestRules) -> None:
         ConfigurationError: the model cannot produce a token here.
     """
     trial = Engine(
-        replace(engine.parts, planner=FixedPlanner()),
+        replace(engine.parts, planner=FixedPlanner(), meter=Meter(CostModel())),
         max_model_len=engine.max_model_len,
         default_drafters=engine.default_drafters,
         max_draft=engine.max_draft,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 import time
-from dataclasses import dataclass, field
+from dataclasses import InitVar, dataclass, field
 
 from engine.cache.pages import TARGET, PageTable
 from engine.types import FinishReason, Request, SequenceStats, TokenLogprobs
@@ -28,14 +28,13 @@ class Sequence:
     Attributes:
         ticket: order of arrival; with `choice` it decides who is served first.
         seed: 64 bits that key every random draw of the request.
-        drafter: name of the drafter that guesses for this sequence in the step, or "none"; the
-            planner chooses it from `drafters`.
+        drafter: the only name in `drafters` where that is left empty.
         max_draft: most draft tokens a step may check for it, what it is granted: the request's
             wish within the server's cap.
         verification: the rule that judges its drafts: "match", "rejection" or "block".
         limit: most tokens it may ever hold (prompt, `max_tokens` and the model's context).
-        drafters: names that `drafter` may take, in the order of preference where nothing
-            else decides; left empty, the given `drafter` alone.
+        drafters: names of those that may draft for it, in the order of preference where nothing
+            else decides; the planner says who does in a step.
         prompt_logprobs: entries of the prompt computed so far; entry 0 is None.
     """
 
@@ -44,7 +43,7 @@ class Sequence:
     ticket: int
     seed: int
     table: PageTable
-    drafter: str
+    drafter: InitVar[str]
     max_draft: int
     limit: int
     verification: str = "match"
@@ -62,9 +61,9 @@ class Sequence:
     first_scheduled: float | None = None
     first_token: float | None = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, drafter: str) -> None:
         self.tokens = list(self.request.prompt)
-        self.drafters = self.drafters or (self.drafter,)
+        self.drafters = self.drafters or (drafter,)
 
     @property
     def order(self) -> tuple[int, int, int, int]:

@@ -37,7 +37,7 @@ def step_stats(
         draft_seconds=laps["draft"],
         verify_seconds=verify_seconds,
         sample_seconds=max(0.0, laps.total - others),
-        learn_seconds=laps.before.get("learn", 0.0),
+        learn_seconds=min(laps.before.get("learn", 0.0), laps.between),
         running=len(scheduler.running),
         waiting=len(scheduler.waiting),
         prefill_tokens=plan.prefill_tokens,

@@ -11,6 +11,7 @@ from engine.sequence import Sequence
 if TYPE_CHECKING:
     import torch
 
+
 class Rows(Protocol):
     """One scheduled sequence's rows in a pass: see `SequenceView`."""
 

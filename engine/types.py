@@ -266,7 +266,7 @@ class StepStats:
     speculation: SpeculationReport = field(default_factory=SpeculationReport)
     plan_seconds: float = 0.0  # scheduling, and choosing drafters and draft lengths
     choose_seconds: float = 0.0  # the second of these, a part of plan_seconds
-    learn_seconds: float = 0.0  # observing the step before, outside of both steps' seconds
+    learn_seconds: float = 0.0  # observing the step before, a part of between_seconds
     drafter_seconds: Mapping[str, float] = field(default_factory=dict)  # draft_seconds by drafter
     draft_forwards: int = 0  # passes of draft models
     between_seconds: float = 0.0  # see `step_stats`

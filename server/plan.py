@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 
-from engine.control.analytic import best_draft, break_even_batch, expected_tokens, roofline
 from engine.errors import InvalidRequest
+from server.formulas import best_draft, break_even_batch, expected_tokens, roofline
 
 #: Tokens per pass at which a mid-range accelerator stops waiting for memory.
 DEFAULT_KNEE = 64.0

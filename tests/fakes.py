@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from engine.control.shield import ShieldedPlanner
 
 from engine.batch import Batch
 from engine.build import BuiltEngine, assemble
@@ -24,14 +25,12 @@ from engine.config import (
     SpeculationConfig,
 )
 from engine.control.adaptive import AdaptivePlanner
-from engine.control.options import PlannerOptions
-from engine.control.planner import Planner
-from engine.control.shield import ShieldedPlanner
 from engine.core import Engine
 from engine.draft.drafter import Drafter
 from engine.draft.portfolio import DrafterPortfolio
 from engine.model.loader import LoadedModel
 from engine.model.passes import Pass, check_layers, start_timer
+from engine.status import adaptive
 from engine.types import (
     Event,
     Failed,
@@ -194,8 +193,11 @@ def make_engine(setup: Setup = Setup(), **changes: Any) -> BuiltEngine:
     drafters = {d.name: d for d in wanted if not isinstance(d, str)}
     if drafters:
         portfolio = DrafterPortfolio(drafters, loaded.vocab_size)
-        options = dataclasses.replace(_adaptive(parts.planner).options, advisor=portfolio)
-        parts = dataclasses.replace(parts, drafters=portfolio, planner=_plan_by(options))
+        planned = adaptive(parts.planner)
+        assert planned is not None
+        options = dataclasses.replace(planned.options, advisor=portfolio)
+        planner = ShieldedPlanner(AdaptivePlanner(options, planned.costs))
+        parts = dataclasses.replace(parts, drafters=portfolio, planner=planner)
     parts = dataclasses.replace(parts, target=setup.wrap(parts.target))
     engine = Engine(
         parts,
@@ -205,16 +207,6 @@ def make_engine(setup: Setup = Setup(), **changes: Any) -> BuiltEngine:
     )
     rules = dataclasses.replace(built.rules, drafters=tuple(drafters) or built.rules.drafters)
     return dataclasses.replace(built, engine=engine, rules=rules)
-
-
-def _plan_by(options: PlannerOptions) -> ShieldedPlanner:
-    return ShieldedPlanner(AdaptivePlanner(options))
-
-
-def _adaptive(planner: Planner) -> AdaptivePlanner:
-    assert isinstance(planner, ShieldedPlanner)
-    assert isinstance(planner.inner, AdaptivePlanner)
-    return planner.inner
 
 
 def make_config(setup: Setup = Setup(), *drafters: str) -> EngineConfig:

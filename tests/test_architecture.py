@@ -25,8 +25,12 @@ LAYERS = (
     {"engine.scheduler", "engine.batch", "engine.laps"},
     {"engine.model", "engine.layout"},
     {"engine.draft"},
-    {"engine.control", "engine.judge", "engine.statistics", "engine.step_view"},
-    {"engine.commit"},
+    {"engine.load", "engine.control.calibration", "engine.judge", "engine.statistics"}
+    | {"engine.step_view"},
+    {"engine.control.costs", "engine.sweep", "engine.commit"},
+    {"engine.meter"},
+    {"engine.control"},
+    {"engine.status"},
     {"engine.core", "engine.calibrate"},
     {"engine.audit", "engine.prepare"},
     {"engine.build"},
@@ -43,7 +47,7 @@ SERVER_MAY_ALSO = {
     ("server.doctor", "engine.draft"),
     ("server.settings", "engine.draft.registry"),
     ("server.values", "engine.draft.registry"),
-    ("server.plan", "engine.control.analytic"),
+    ("server.plan", "server.formulas"),
     ("server.audit", "engine.audit"),
 }
 

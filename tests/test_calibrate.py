@@ -13,12 +13,11 @@ from engine.batch import Batch
 from engine.cache.pages import PagePool
 from engine.calibrate import PassTimer, load_calibration, passes_version
 from engine.config import EngineConfig, ModelConfig, SpeculationConfig
-from engine.control.adaptive import AdaptivePlanner
-from engine.control.options import PlannerOptions
-from engine.control.report import measuring
-from engine.model.passes import Pass
 from engine.draft.entry import PagedModel
+from engine.load import Load
+from engine.model.passes import Pass
 from engine.prepare import measure, warm_up
+from engine.status import adaptive
 from tests.drafters import ScriptedDrafter
 from tests.fakes import FakeRunner, load_fake, make_engine
 
@@ -108,29 +107,27 @@ def test_the_draft_model_is_measured_too(
     speculation = SpeculationConfig(drafter="model", draft_model=ModelConfig("small"))
     config = EngineConfig(ModelConfig("large"), speculation=speculation)
     large, small = PagedModel(load_fake(), target, 0), PagedModel(load_fake(), draft, 1)
-    options = measure(PlannerOptions(8), config, large, {"model": small}, pool)
+    costs = measure(config, large, {"model": small}, pool)
     assert target.contexts
     assert draft.contexts
-    assert options.calibration is not None
-    assert options.draft_calibrations["model"].measured
+    assert costs.calibrated
+    assert costs.draft("model").runs_model
     assert len(list((tmp_path / "calibration").iterdir())) == 2
-    planner = AdaptivePlanner(options)
-    rounds = options.draft_calibrations["model"].rows_seconds(1)
-    assert planner.costs.draft("model").round_seconds > rounds
-    alone = measure(PlannerOptions(8), config, large, {}, pool)
-    assert alone.calibration == options.calibration  # from the cache
-    assert not alone.draft_calibrations
+    alone = measure(config, large, {}, pool)
+    load = Load(1, 1, 4, 16, 64)
+    assert alone.target.seconds(load) == costs.target.seconds(load)  # from the cache
+    assert not alone.draft("model").runs_model
 
 
 def test_the_warm_up_is_no_experience() -> None:
     """First calls take long, and a machine that starts several servers is busy."""
     built = make_engine(drafter="lookup", mode="auto")
     warm_up(built.engine, built.rules)
-    planner = measuring(built.engine.parts.planner)
+    planner, meter = adaptive(built.engine.parts.planner), built.engine.parts.meter
     assert planner is not None
-    assert (planner.steps, planner.baseline.samples, planner.costs.target.samples) == (0, 0, 0)
-    assert planner.meter.seconds == 0.0
-    assert planner.acceptance.outcomes == 0
+    assert (planner.steps, meter.baseline.samples, planner.costs.target.samples) == (0, 0, 0)
+    assert meter.seconds == 0.0
+    assert planner.acceptance.num_sequences == 0
     assert not built.engine.has_work
 
 

@@ -14,10 +14,11 @@ from engine.batch import Batch
 from engine.build import BuiltEngine
 from engine.cache.pages import PagePool
 from engine.calibrate import PassTimer, load_calibration
-from engine.control.planner import FixedPlanner
+from engine.control.planner import Assignment, FixedPlanner
 from engine.core import Engine
 from engine.judge import Judge
 from engine.laps import Laps
+from engine.meter.gain import Gain
 from engine.model.passes import Pass
 from engine.sampling import Draw, Drawn, RowSampler
 from engine.types import StepStats
@@ -134,14 +135,14 @@ class Planner(FixedPlanner):
         self._clock = clock
         self.told: list[StepStats] = []
 
-    def choose(self, plan: Any) -> list[int]:
+    def choose(self, plan: Any) -> Assignment:
         self._clock.now += 0.001
         return super().choose(plan)
 
-    def observe(self, plan: Any, verdicts: Any, stats: StepStats) -> Any:
+    def observe(self, plan: Any, verdicts: Any, stats: StepStats, gain: Gain) -> None:
         self._clock.now += 0.003
         self.told.append(stats)
-        return super().observe(plan, verdicts, stats)
+        super().observe(plan, verdicts, stats, gain)
 
 
 def on_device(waiting: bool) -> tuple[BuiltEngine, Device, Planner]:

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from engine.control.report import report
+from engine.control.shield import ShieldedPlanner
+from engine.control.status import describe
 from pydantic import TypeAdapter
 
 from engine.control.planner import FixedPlanner
-from engine.control.report import measuring, report
-from engine.control.shield import ShieldedPlanner
-from engine.control.status import describe
 from engine.core import Engine
 from engine.errors import EngineUnavailable, RequestFailed
 from engine.types import SpeculationParams, SpeculationReport, StepStats
@@ -67,14 +67,14 @@ def test_every_mode_is_told(mode: str, drafter: str) -> None:
 
 
 def test_a_failed_planner_is_told() -> None:
-    planner = ShieldedPlanner(FixedPlanner())
-    assert describe(planner, ("lookup",))["mode"] == "unmeasured"
+    planner, meter = ShieldedPlanner(FixedPlanner()), Meter(CostModel())
+    assert describe(planner, meter, ("lookup",))["mode"] == "unmeasured"
     planner.inner = None
-    told = describe(planner, ("lookup",))
+    told = describe(planner, meter, ("lookup",))
     check(told)
     assert told["mode"] == "failed"
     assert told["speedup"] is None
-    assert report(planner, ("lookup",)) == SpeculationReport()
+    assert report(planner, meter, ("lookup",)) == SpeculationReport()
 
 
 def test_it_is_read_between_steps_and_costs_none() -> None:
@@ -225,12 +225,11 @@ def test_the_last_tokens_count() -> None:
     now = iter(range(10**9))
     engine = with_clock(built.engine, lambda: float(next(now)))
     done = run(dataclasses.replace(built, engine=engine), [ask("r", PROMPT, 12, ignore_eos=True)])
-    planner = measuring(engine.parts.planner)
-    assert planner is not None
+    meter = engine.parts.meter
     [value] = finished(done, "r")
-    # Planning is timed by the real clock, hence a tolerance; a token left out would be 9 %.
-    assert value == pytest.approx(planner.meter.equal_seconds / planner.meter.seconds, rel=0.02)
-    assert planner.meter.num_requests == 0  # and it is forgotten
+    # A token left out would be 9 %.
+    assert value == pytest.approx(meter.equal_seconds / meter.seconds, rel=0.02)
+    assert meter.num_requests == 0  # and it is forgotten
 
 
 def test_an_aborted_request_has_what_it_has_so_far() -> None:

@@ -17,9 +17,11 @@ from engine.audit.compare import Mismatch, first_mismatch
 from engine.audit.recompute import NEAR_TIE
 from engine.cache.pages import PRIVATE
 from engine.config import NO_DRAFTER, SchedulerConfig
+from engine.control.costs import CostModel
 from engine.control.planner import FixedPlanner
 from engine.core import Engine
 from engine.draft.portfolio import DrafterPortfolio
+from engine.meter.meter import Meter
 from engine.scheduler import Scheduler
 from engine.types import (
     AuditStats,
@@ -162,6 +164,7 @@ class OnlineAudit:
             scheduler=Scheduler(_QUIET, served.pool),
             drafters=DrafterPortfolio({}, served.judge.vocab_size),
             planner=FixedPlanner(),
+            meter=Meter(CostModel()),
         )
         engine = Engine(
             parts,

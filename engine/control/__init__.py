@@ -1,1 +1,1 @@
-"""How far to speculate, and what it bought."""
+"""How far to speculate: see `adaptive`."""

@@ -1,35 +1,70 @@
-"""The planner that is never slower: it drafts where measured times say that it pays."""
+"""The planner that is never slower: it drafts where measured times say that it pays.
+
+Three ideas: what a step costs is measured at start and followed while serving (`costs`); all
+draft tokens of all sequences stand in one queue by their odds, which is cut where tokens per
+second are most (`allocation`); and what was left out is looked at again from a small account
+(`probes`). A guard watches what became of it.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
 
 from engine.control.acceptance import AcceptanceModel
-from engine.control.allocate import Margins
-from engine.control.baseline import Baseline, Basis
-from engine.control.decision import Decider, Decision
-from engine.control.effort import Effort
-from engine.control.explore import Explorer
+from engine.control.allocation import Allocation, Line, allocate
+from engine.control.costs import CostModel
 from engine.control.guard import Guard
-from engine.control.latency import CostModel
-from engine.control.options import Mode, PlannerOptions
-from engine.control.outcomes import Outcomes
-from engine.control.scoring import Scorer
-from engine.control.speedup import Gain, Meter
-from engine.control.step import OffReason, PendingStep, read_step
+from engine.control.options import Mode, OffReason, PlannerOptions
+from engine.control.planner import Assignment, nobody
+from engine.control.probes import Prober
 from engine.draft.drafter import Verdict
-from engine.scheduler import StepPlan
+from engine.load import Load, loads_of
+from engine.meter.gain import Basis, Gain
+from engine.scheduler import ScheduledSequence, StepPlan
 from engine.sequence import Sequence, Status
 from engine.types import StepStats
 
-#: After the first steps, costs are learnt from every third step with drafts, and of plain steps
-#: in a row from the first and every eighth: learning costs time, too. Where nobody ever drafts
-#: they are for people only.
-_LEARN_ALL = 200
-_LEARN_DRAFTS = 3
-_LEARN_PLAIN = 8
-_LEARN_OFF = 32
+#: Drafts begin where they are expected to save this share of a step, and go on while they save
+#: anything: near the border the noise of estimates would switch back and forth.
+_WORTH_STARTING = 0.02
+
+#: Tokens a drafter reads before it drafts in any step: the target's own, and the last of a draft
+#: that was accepted whole.
+_REGULAR_READ = 2
+
+
+@dataclass(slots=True)
+class _Step:
+    """What is noted between choosing and observing; numbers are those of scheduled sequences.
+
+    Attributes:
+        lines: what drafters have to offer to sequences that may draft.
+        used: by sequence, the line that drafts for it.
+        lengths: of every sequence.
+        why_not: by decoding sequence without a draft.
+        probed: sequences whose draft should not pay.
+    """
+
+    plan: StepPlan
+    decode: Load
+    whole: Load
+    lengths: list[int]
+    lines: list[Line] = field(default_factory=list)
+    used: dict[int, Line] = field(default_factory=dict)
+    why_not: dict[int, OffReason] = field(default_factory=dict)
+    probed: set[int] = field(default_factory=set)
+
+    def draft(self, line: Line, length: int) -> None:
+        """Has a line draft for its sequence."""
+        self.used[line.index], self.lengths[line.index] = line, length
+
+    def leave_out(self, reason: OffReason) -> None:
+        """Gives the reason of all that could draft and do not."""
+        for line in self.lines:
+            if not self.lengths[line.index]:
+                self.why_not[line.index] = reason
 
 
 class AdaptivePlanner:
@@ -37,252 +72,223 @@ class AdaptivePlanner:
 
     Args:
         options: how to plan.
+        costs: of this machine; kept current here.
 
     Attributes:
         off_reasons: counter; rows that decoded without a draft, by reason.
         wasted_tokens: counter; draft tokens that were checked for nothing.
         steps: that were planned.
+        typical_context: cached tokens of a decoding sequence, in the last step.
     """
 
-    def __init__(self, options: PlannerOptions) -> None:
+    def __init__(self, options: PlannerOptions, costs: CostModel) -> None:
         self.options = options
-        self.costs = CostModel(options.calibration, options.most_rows, options.draft_calibrations)
-        self.acceptance = AcceptanceModel(options.depth)
-        self.decider = Decider(self.acceptance, self.costs)
-        self.baseline = Baseline(self.costs)
-        self.meter = Meter(self.baseline)
+        self.costs = costs
+        self.acceptance = AcceptanceModel()
         self.guard = Guard()
-        self.explorer = Explorer(options.seed)
-        self.effort = Effort()
-        self.scorer = Scorer(options.advisor)
+        self.prober = Prober(options.seed)
         self.off_reasons: Counter[OffReason] = Counter()
         self.wasted_tokens = 0
         self.steps = 0
-        self.typical_context = 0  # cached tokens of a decoding sequence, in the last step
-        self._pending: PendingStep | None = None
-        self._aside = 0.0  # seconds spent in `observe`, to be charged to the next step
-        self._plain_steps = 0  # in a row
+        self.typical_context = 0
+        self._speculating: set[int] = set()  # octaves of batch sizes
+        self._pending: _Step | None = None
 
     # -- before the step -----------------------------------------------------------------
 
-    def choose(self, plan: StepPlan) -> list[int]:
+    def choose(self, plan: StepPlan) -> Assignment:
         """See `Planner.choose`."""
-        began = self.options.clock()
         self.steps += 1
-        step = read_step(plan, self._nobody(plan), self.options.advisor)
-        self._pending, saves = step, 0.0
-        if step.rows:
-            if self.options.mode is Mode.FIXED:
-                self._follow_orders(step)
-            else:
-                saves = self._optimise(step)
-                self.scorer.look(step)
-        step.planning_seconds = self.options.clock() - began
-        if step.rows:
-            self.effort.note(step.decode.batch, step.planning_seconds, saves)
-        return step.lengths
-
-    def _nobody(self, plan: StepPlan) -> OffReason | None:
-        """Why nobody may draft in a step, whatever there is to offer."""
-        if self.options.mode is Mode.OFF:
-            return OffReason.SERVER
-        if self.options.mode is Mode.FIXED or self.explorer.eager:
-            return None
-        batch = sum(scheduled.samples for scheduled in plan.scheduled)
-        return OffReason.NOT_WORTH_IT if self.effort.rests(batch, self.steps) else None
+        step = self._pending = self._read(plan)
+        if step.lines and self.options.mode is Mode.FIXED:
+            self._follow_orders(step)
+        elif step.lines:
+            self._optimise(step)
+        chosen = nobody(plan)
+        for index, line in step.used.items():
+            chosen.drafters[index], chosen.lengths[index] = line.drafter, step.lengths[index]
+        return chosen
 
     def release(self, sequence: Sequence) -> None:
         """See `Planner.release`."""
-        for judged in self.scorer.flush():
-            self.acceptance.note(judged)
-        self.scorer.release(sequence)
         self.acceptance.release(sequence)
-        self.explorer.release(sequence)
-        self.meter.release(sequence)
+        self.prober.release(sequence)
 
-    def _follow_orders(self, step: PendingStep) -> None:
+    def typical(self, drafter: str, batch: int) -> Allocation:
+        """What would be planned for a batch of sequences that nothing is known of."""
+        odds, depth = self.acceptance.typical(drafter), self.options.depth
+        lines = [Line(index, drafter, depth, odds) for index in range(batch)]
+        context = batch * self.typical_context
+        load = Load(batch, batch, batch, context, context)
+        return allocate(lines, load, load, self.costs, depth)
+
+    def _read(self, plan: StepPlan) -> _Step:
+        """Notes the load of a plan, and who may draft."""
+        step = _Step(plan, *loads_of(plan), lengths=[0] * len(plan.scheduled))
+        off = self.options.mode is Mode.OFF
+        for index, scheduled in enumerate(plan.scheduled):
+            if not scheduled.samples:
+                continue
+            reason = OffReason.SERVER if off else _refusal(scheduled)
+            if reason is None:
+                offered = self._lines(scheduled, index)
+                step.lines += offered
+                reason = None if offered else OffReason.NO_PROPOSAL
+            # The end of a prompt could not speculate anyway.
+            if reason is not None and scheduled.sequence.num_generated:
+                step.why_not[index] = reason
+        return step
+
+    def _lines(self, scheduled: ScheduledSequence, index: int) -> list[Line]:
+        """What the drafters of a sequence have to offer."""
+        sequence, advisor, lines = scheduled.sequence, self.options.advisor, []
+        for name in sequence.drafters:
+            bucket = advisor.outlook(name, sequence)
+            if bucket is not None:
+                odds, backlog = self.acceptance.estimate(sequence, name, bucket), 0
+                if self.costs.draft(name).runs_model:
+                    backlog = max(0, advisor.backlog(name, sequence) - _REGULAR_READ)
+                lines.append(Line(index, name, scheduled.max_draft, odds, bucket, backlog))
+        return lines
+
+    def _follow_orders(self, step: _Step) -> None:
         """All that is allowed, from the first drafter that has something to offer, but for the
         plain steps that the meter needs."""
-        step.slots = [self.acceptance.slot(line.sequence, line.drafter) for line in step.lines]
-        step.expected = [1.0] * len(step.lines)
-        if not self._is_shadow(step, None):
-            step.assign(step.used, [step.lines[line].limit for line in step.used])
+        if self._is_shadow(step, None):
+            step.leave_out(OffReason.SHADOW)
+            return
+        for line in reversed(step.lines):
+            step.draft(line, line.limit)
 
-    def _optimise(self, step: PendingStep) -> float:
-        """Decides, and returns the seconds that this should save."""
-        decision = self.decider.decide(step, self.steps)
-        step.slots, step.expected = decision.slots, decision.expected
-        if self.guard.closed(step.decode.batch):
-            step.why_not = OffReason.GUARD
-            return 0.0
-        used, lengths = decision.chosen(step.used)
-        saves = decision.best.saved_seconds if any(lengths) else 0.0
-        if any(lengths) and self._is_shadow(step, saves):
-            return saves
-        # Probes wait until it is known what plain steps cost, or there would be none.
-        if self.baseline.known:
-            for line in self._probes(step, decision, used):
-                row = step.lines[line].row
-                step.probed.append(step.rows[row])
-                lengths[row] = 1 + (lengths[row] if used[row] == line else 0)
-                used[row] = line
-        step.assign(used, lengths)
-        return saves
+    def _optimise(self, step: _Step) -> None:
+        batch, costs = step.decode.batch, self.costs
+        if self.guard.closed(batch):
+            step.leave_out(OffReason.GUARD)
+            return
+        best = allocate(step.lines, step.decode, step.whole, costs, self.options.depth)
+        if self._worth_it(batch, best):
+            if self._is_shadow(step, best.saved_seconds):
+                step.leave_out(OffReason.SHADOW)
+                return
+            for line, length in zip(step.lines, best.lengths, strict=True):
+                if length:
+                    step.draft(line, length)
+        if best.promise > 0.0:
+            self._probe(step, best)
+        step.leave_out(OffReason.NOT_WORTH_IT)
 
-    def _probes(self, step: PendingStep, decision: Decision, used: list[int]) -> list[int]:
-        """Lines that get a draft token more than planned: of each sequence those in turn whose
-        drafters can only be known by trying."""
-        tried: dict[int, list[int]] = {}
-        for number, line in enumerate(step.lines):
-            if line.drafter not in self.scorer.free:
-                tried.setdefault(line.row, []).append(number)
-        lines = [numbers[self.steps % len(numbers)] for numbers in tried.values()]
-        sequences = [step.lines[line].sequence for line in lines]
-        if not self.explorer.any_due(self.steps, sequences):
-            return []
-        every = self.decider.margins(decision, step)
-        lengths = [decision.lengths[used[step.lines[line].row]] for line in lines]
-        chosen = self.explorer.probes(self.steps, sequences, lengths, _only(every, lines))
-        return [lines[n] for n in chosen]
+    def _worth_it(self, batch: int, best: Allocation) -> bool:
+        octave = batch.bit_length()
+        bar = 0.0 if octave in self._speculating else _WORTH_STARTING
+        worth = best.gain > bar
+        (self._speculating.add if worth else self._speculating.discard)(octave)
+        return worth
 
-    def _is_shadow(self, step: PendingStep, loss: float | None) -> bool:
-        """Whether the drafts of this step are left out to measure a plain one."""
-        # With prefill in the pass it would not tell what a plain step costs.
-        if step.has_prefill:
+    def _is_shadow(self, step: _Step, loss: float | None) -> bool:
+        """Whether the drafts of this step are left out to measure a plain one; with prefill in
+        the pass it would not tell what a plain step costs."""
+        if step.whole != step.decode:
             return False
-        samples, age = self.baseline.age(step.decode.batch)
-        if not self.explorer.shadow(samples, age, loss):
-            return False
-        step.why_not = OffReason.SHADOW
-        return True
+        return self.prober.shadow(step.decode.batch, self.steps, loss)
+
+    def _probe(self, step: _Step, best: Allocation) -> None:
+        """One draft token for every sequence that has gone without for a while, all from one
+        drafter, since a draft model's round costs about the same for one and for many."""
+        groups: dict[str, list[Line]] = {}
+        for line in step.lines:
+            used = step.used.get(line.index)
+            sequence = step.plan.scheduled[line.index].sequence
+            if (used is None or used.drafter != line.drafter) and self.prober.due(
+                sequence, self.steps
+            ):
+                groups.setdefault(line.drafter, []).append(line)
+        if not groups:
+            return
+        name, group = sorted(groups.items())[self.steps % len(groups)]
+        if self.prober.pay(*self._price(step, best, name, group)):
+            for line in group:
+                self.prober.probed(step.plan.scheduled[line.index].sequence, self.steps)
+                step.probed.add(line.index)
+                step.draft(line, 1)
+
+    def _price(
+        self, step: _Step, best: Allocation, name: str, group: list[Line]
+    ) -> tuple[float, float]:
+        """Seconds that a probe takes, and seconds that it is expected to be worth."""
+        draft, count, planned = self.costs.draft(name), len(group), sum(step.lengths)
+        table = self.costs.target.table(step.decode, planned + count)
+        price = float(table[-1] - table[planned]) + self.costs.extra * count
+        own = [step.lengths[i] for i, line in step.used.items() if line.drafter == name]
+        price += draft.seconds_of(own + [1] * count) - (draft.seconds_of(own) if own else 0.0)
+        price += draft.read_seconds * sum(line.backlog for line in group)
+        brings = sum(line.acceptance for line in group)
+        for used in (step.used.get(line.index) for line in group):
+            if used is not None:  # who drafts already loses what that draft would have brought
+                length = step.lengths[used.index]
+                brings -= sum(used.acceptance**n for n in range(1, length + 1))
+        return price, brings * best.token_seconds
 
     # -- after the step ------------------------------------------------------------------
 
-    def observe(self, plan: StepPlan, verdicts: Seq[Verdict], stats: StepStats) -> Gain:
+    def observe(self, plan: StepPlan, verdicts: Seq[Verdict], stats: StepStats, gain: Gain) -> None:
         """See `Planner.observe`."""
-        began = self.options.clock()
         step, self._pending = self._pending, None
         if step is None or step.plan is not plan:
-            return Gain()
-        drafted = [verdict.drafted for verdict in verdicts]
-        plain = not any(drafted)
-        learns = self._learns(plain)
-        self._plain_steps = self._plain_steps + 1 if plain else 0
-        # Costs first: the baseline is measured against their scale, which the first steps set.
-        # What was spent here on the step before is a part of the time between the two.
-        seconds = stats.seconds + max(stats.between_seconds, self._aside)
-        if learns:
-            self._learn_costs(step, drafted, stats, seconds - self._aside)
-        if plain:
-            gain = self._measure_plain(step, stats, seconds, learns)
-        else:
-            gain = self._measure(step, stats, seconds)
-        self._learn_acceptance(step, verdicts)
-        self._count(step, verdicts)
-        self._aside = self.options.clock() - began
-        return gain
-
-    def _learns(self, plain: bool) -> bool:
-        """Whether costs are learnt from this step."""
-        if self.steps <= _LEARN_ALL:
-            return True
-        if self.options.mode is Mode.OFF:
-            return self.steps % _LEARN_OFF == 0
-        return self._plain_steps % _LEARN_PLAIN == 0 if plain else self.steps % _LEARN_DRAFTS == 0
-
-    def _measure_plain(
-        self, step: PendingStep, stats: StepStats, seconds: float, learns: bool
-    ) -> Gain:
-        """Speed-up and account of a step without drafts."""
-        aside, self._aside = self._aside, 0.0
-        if step.decode.batch == 0 or stats.seconds <= 0.0:
-            return Gain()
-        self.typical_context = step.decode.context // step.decode.batch
-        spent = min(aside + step.planning_seconds + stats.draft_seconds, seconds)
-        if learns and not step.has_prefill:
-            self.baseline.observe(step.decode, seconds - spent)
-        # Where nobody may draft, what planning takes is bookkeeping, and no price of drafts.
-        gain = self.meter.plain(seconds, 0.0 if self.options.mode is Mode.OFF else spent)
-        without = self.baseline.seconds(step.decode) if step.has_prefill else seconds - spent
-        self.explorer.account.pass_time(seconds, without)
-        self.guard.observe(step.decode.batch, None)
-        return gain
-
-    def _measure(self, step: PendingStep, stats: StepStats, seconds: float) -> Gain:
-        """Speed-up, guard and account of a step with drafts."""
-        batch, self._aside = step.decode.batch, 0.0
-        if seconds <= 0.0:
-            return Gain()
-        gain = self.meter.speculative(step.decode, step.whole, stats.emitted_tokens, seconds)
-        plain = self.baseline.seconds(step.decode)
-        self.explorer.account.pass_time(seconds, plain)
-        # A step that was only a probe was expected to lose, and is paid for by the account.
-        judged = sum(step.lengths) > len(step.probed) and gain.basis is not Basis.UNKNOWN
-        self.guard.observe(batch, (seconds - gain.equal_seconds) / plain if judged else None)
-        self.typical_context = step.decode.context // batch
-        return gain
-
-    def _learn_costs(
-        self, step: PendingStep, drafted: list[int], stats: StepStats, seconds: float
-    ) -> None:
-        costs, total = self.costs, sum(drafted)
-        load = step.load_with_drafts(drafted) if total else step.whole
-        costs.target.update(load, stats.verify_seconds)
-        phases = stats.verify_seconds + stats.draft_seconds + step.planning_seconds
-        costs.observe_overhead(step.decode.batch, total, seconds - phases)
-        for name, lines in step.drafting().items():
-            lengths = [step.length(line) for line in lines]
-            seconds = stats.drafter_seconds.get(name, stats.draft_seconds)
-            costs.draft(name).update(lengths, seconds, sum(line.backlog for line in lines))
-
-    def _learn_acceptance(self, step: PendingStep, verdicts: Seq[Verdict]) -> None:
-        for judged in self.scorer.judge():
-            self.acceptance.note(judged)
-        lengths = [step.lengths[i] for i in step.rows]
-        if not any(lengths):
             return
-        own = [verdicts[i] for i in step.rows]
-        self.acceptance.note(
-            Outcomes(
-                slots=[step.slots[line] for line in step.used],
-                buckets=[step.lines[line].bucket for line in step.used],
-                expected=[step.expected[line] for line in step.used],
-                allowed=lengths,
-                drafted=[verdict.drafted for verdict in own],
-                accepted=[verdict.accepted for verdict in own],
-                # Without a token of the target's own after them, the draft was cut off.
-                refused=[
-                    len(verdict.emitted) > verdict.accepted < verdict.drafted for verdict in own
-                ],
-            )
-        )
-        for i in step.probed:
-            sequence = step.plan.scheduled[i].sequence
-            if verdicts[i].accepted == step.lengths[i] and sequence.status is not Status.FINISHED:
-                self.explorer.succeeded(sequence, self.steps)
+        drafted = [verdict.drafted for verdict in verdicts]
+        self._learn_costs(step, drafted, stats)
+        self._learn_acceptance(step, verdicts)
+        batch = step.decode.batch
+        if not batch or stats.seconds <= 0.0:
+            return
+        self.typical_context = step.decode.context // batch
+        if any(drafted):
+            # A step that was only a probe was expected to lose, and is paid for.
+            judged = sum(drafted) > len(step.probed) and gain.basis is not Basis.UNKNOWN
+            self.guard.observe(batch, gain.loss if judged else None)
+        else:
+            self.guard.observe(batch, None)
+            if step.whole == step.decode:
+                self.prober.plain(batch, self.steps)
+        seconds = stats.seconds + stats.between_seconds
+        self.prober.pass_time(seconds, gain.plain_seconds or seconds)
 
-    def _count(self, step: PendingStep, verdicts: Seq[Verdict]) -> None:
-        self.off_reasons.update(step.reasons.values())
-        for i in step.rows:
-            if not verdicts[i].drafted:
-                reason = OffReason.NO_PROPOSAL if step.lengths[i] else step.why_not
-                self.off_reasons[reason] += 1
-        emitted: list[tuple[Sequence, int]] = []
-        for scheduled, verdict in zip(step.plan.scheduled, verdicts, strict=True):
+    def _learn_costs(self, step: _Step, drafted: list[int], stats: StepStats) -> None:
+        costs, batch, total = self.costs, step.decode.batch, sum(drafted)
+        load = step.whole.with_drafts(step.plan, drafted) if total else step.whole
+        costs.target.update(load, stats.verify_seconds)
+        phases = stats.verify_seconds + stats.draft_seconds + stats.choose_seconds
+        aside = stats.seconds + stats.between_seconds - stats.learn_seconds - phases
+        costs.observe_overhead(batch, total, aside)
+        for name in {line.drafter for line in step.used.values()}:
+            own = [line for line in step.used.values() if line.drafter == name]
+            lengths = [step.lengths[line.index] for line in own]
+            seconds = stats.drafter_seconds.get(name, stats.draft_seconds)
+            costs.draft(name).update(lengths, seconds, sum(line.backlog for line in own))
+
+    def _learn_acceptance(self, step: _Step, verdicts: Seq[Verdict]) -> None:
+        self.off_reasons.update(step.why_not.values())
+        for index, line in step.used.items():
+            verdict, sequence = verdicts[index], step.plan.scheduled[index].sequence
+            if not verdict.drafted:
+                self.off_reasons[OffReason.NO_PROPOSAL] += 1
+                continue
             self.wasted_tokens += verdict.drafted - verdict.accepted
-            # One that has just ended was released already and must not come back.
-            if verdict.emitted and scheduled.sequence.status is not Status.FINISHED:
-                emitted.append((scheduled.sequence, len(verdict.emitted)))
-        self.meter.credit(emitted)
+            if sequence.status is Status.FINISHED:
+                continue
+            self.acceptance.learn(sequence, line.drafter, line.bucket, verdict)
+            if index in step.probed and verdict.accepted:
+                self.prober.succeeded(sequence, self.steps)
 
 
-def _only(margins: Margins, lines: list[int]) -> Margins:
-    """Those of some lines."""
-    return Margins(
-        brings=[margins.brings[line] for line in lines],
-        price=[margins.price[line] for line in lines],
-        joint=[margins.joint[line] for line in lines],
-        promise=[margins.promise[line] for line in lines],
-        drafters=[margins.drafters[line] for line in lines],
-        token_seconds=margins.token_seconds,
-    )
+def _refusal(scheduled: ScheduledSequence) -> OffReason | None:
+    """Why a sequence cannot draft, whatever it is worth; None if it can."""
+    sequence = scheduled.sequence
+    silent = sequence.drafters == ("none",)
+    if scheduled.max_draft and not silent:
+        return None
+    if sequence.max_draft == 0:
+        return OffReason.REQUEST
+    if silent:
+        return OffReason.NO_DRAFTER
+    return OffReason.LAST_TOKEN if sequence.room <= 1 else OffReason.NO_BUDGET

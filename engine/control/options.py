@@ -1,13 +1,10 @@
-"""How a planner is told to plan."""
+"""How a planner is told to plan, and why it leaves drafts out."""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 
-from engine.control.calibration import Calibration
 from engine.draft.drafter import Advisor, NoAdvice
 
 
@@ -19,26 +16,32 @@ class Mode(Enum):
     FIXED = "fixed"  # always as many as there is room for
 
 
+class OffReason(Enum):
+    """Why a decoding sequence checked no draft token in a step."""
+
+    SERVER = "off"  # speculation is switched off for the whole server
+    REQUEST = "disabled_by_request"
+    NO_DRAFTER = "no_drafter"
+    LAST_TOKEN = "last_token"  # it may emit just one more
+    NO_BUDGET = "no_budget"  # no pages or no room in the pass
+    NO_PROPOSAL = "no_proposal"  # the drafter had nothing to offer
+    NOT_WORTH_IT = "not_worth_it"
+    GUARD = "guard"
+    SHADOW = "shadow"  # left out at random, to measure a plain step
+
+
 @dataclass(frozen=True, slots=True)
 class PlannerOptions:
     """How to plan.
 
     Attributes:
         depth: longest draft of any sequence.
-        most_rows: most query tokens of a pass.
         mode: server-wide.
-        calibration: of this machine; None = learn from scratch.
-        draft_calibrations: the same for the models of drafters that run one, by drafter.
         advisor: what drafters know before they draft.
         seed: of the lottery for shadow steps.
-        clock: monotonic seconds.
     """
 
     depth: int
-    most_rows: int = 4096
     mode: Mode = Mode.AUTO
-    calibration: Calibration | None = None
-    draft_calibrations: Mapping[str, Calibration] = field(default_factory=dict)
     advisor: Advisor = field(default_factory=NoAdvice)
     seed: int = 0
-    clock: Callable[[], float] = time.perf_counter

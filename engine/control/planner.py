@@ -1,15 +1,41 @@
-"""How many draft tokens every sequence gets in a step, and who drafts them."""
+"""Who drafts how far: the protocol, the planner that knows nothing, and the safety net."""
 
 from __future__ import annotations
 
+import contextlib
+import logging
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
 from typing import Protocol
 
-from engine.control.speedup import Gain
 from engine.draft.drafter import Advisor, NoAdvice, Verdict
+from engine.meter.gain import Gain
 from engine.scheduler import StepPlan
 from engine.sequence import Sequence
 from engine.types import StepStats
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """Who drafts how far; one entry per scheduled sequence.
+
+    Attributes:
+        lengths: most draft tokens, each at most what the plan has room for; 0 = none. For a
+            drafter of trees it is the budget of nodes.
+        drafters: names, each one of the sequence's drafters.
+    """
+
+    lengths: list[int]
+    drafters: list[str]
+
+
+def nobody(plan: StepPlan) -> Assignment:
+    """No drafts at all."""
+    drafters = [scheduled.sequence.drafters[0] for scheduled in plan.scheduled]
+    return Assignment([0] * len(drafters), drafters)
 
 
 class Planner(Protocol):
@@ -19,18 +45,13 @@ class Planner(Protocol):
     must not depend on that token.
     """
 
-    def choose(self, plan: StepPlan) -> list[int]:
-        """One draft length per scheduled sequence, each at most its `max_draft`; 0 = none. Sets
-        `drafter` of each sequence to one of its `drafters`."""
+    def choose(self, plan: StepPlan) -> Assignment:
+        """Who drafts how far in the step to come."""
         ...
 
-    def observe(self, plan: StepPlan, verdicts: Seq[Verdict], stats: StepStats) -> Gain:
+    def observe(self, plan: StepPlan, verdicts: Seq[Verdict], stats: StepStats, gain: Gain) -> None:
         """Learns what the step cost and gained; called once for every `choose` whose step
-        did not fail, with the verdicts in the plan's order.
-
-        Returns:
-            The step's part in the measured speed-up.
-        """
+        did not fail, with the verdicts in the plan's order."""
         ...
 
     def release(self, sequence: Sequence) -> None:
@@ -40,7 +61,7 @@ class Planner(Protocol):
 
 class FixedPlanner:
     """Always as many as there is room for, from the first of a sequence's drafters that has
-    something to offer; measures nothing.
+    something to offer; learns nothing.
 
     Args:
         advisor: knows who has.
@@ -49,21 +70,59 @@ class FixedPlanner:
     def __init__(self, advisor: Advisor | None = None) -> None:
         self._advisor = advisor or NoAdvice()
 
-    def choose(self, plan: StepPlan) -> list[int]:
+    def choose(self, plan: StepPlan) -> Assignment:
         """See `Planner.choose`."""
-        for scheduled in plan.scheduled:
-            sequence = scheduled.sequence
-            if scheduled.max_draft and len(sequence.drafters) > 1:
-                offers = (n for n in sequence.drafters if self._offers(n, sequence))
-                sequence.drafter = next(offers, sequence.drafters[0])
-        return [scheduled.max_draft for scheduled in plan.scheduled]
+        drafters = [self._first(scheduled.sequence) for scheduled in plan.scheduled]
+        return Assignment([scheduled.max_draft for scheduled in plan.scheduled], drafters)
 
-    def _offers(self, name: str, sequence: Sequence) -> bool:
-        return self._advisor.outlook(name, sequence) is not None
+    def _first(self, sequence: Sequence) -> str:
+        names = sequence.drafters
+        if len(names) == 1:
+            return names[0]
+        offers = (name for name in names if self._advisor.outlook(name, sequence) is not None)
+        return next(offers, names[0])
 
-    def observe(self, plan: StepPlan, verdicts: Seq[Verdict], stats: StepStats) -> Gain:
+    def observe(self, plan: StepPlan, verdicts: Seq[Verdict], stats: StepStats, gain: Gain) -> None:
         """Learns nothing."""
-        return Gain()
 
     def release(self, sequence: Sequence) -> None:
         """Nothing to forget."""
+
+
+class ShieldedPlanner:
+    """Keeps a fault in planning away from requests: a planner that raises is switched off for
+    good, and from then on nobody drafts.
+
+    Attributes:
+        inner: the planner, or None once it has failed.
+    """
+
+    def __init__(self, planner: Planner) -> None:
+        self.inner: Planner | None = planner
+
+    def choose(self, plan: StepPlan) -> Assignment:
+        """See `Planner.choose`."""
+        with self._switched_off_if_it_raises() as planner:
+            if planner is not None:
+                return planner.choose(plan)
+        return nobody(plan)
+
+    def observe(self, plan: StepPlan, verdicts: Seq[Verdict], stats: StepStats, gain: Gain) -> None:
+        """See `Planner.observe`."""
+        with self._switched_off_if_it_raises() as planner:
+            if planner is not None:
+                planner.observe(plan, verdicts, stats, gain)
+
+    def release(self, sequence: Sequence) -> None:
+        """See `Planner.release`."""
+        with self._switched_off_if_it_raises() as planner:
+            if planner is not None:
+                planner.release(sequence)
+
+    @contextlib.contextmanager
+    def _switched_off_if_it_raises(self) -> Iterator[Planner | None]:
+        try:
+            yield self.inner
+        except Exception:
+            logger.exception("the planner failed and is switched off; answers are unaffected")
+            self.inner = None

@@ -12,7 +12,8 @@ from engine.draft.drafter import Drafter
 
 if TYPE_CHECKING:
     from engine.cache.pages import PagePool
-    from engine.model.loader import LoadedModel, Runner
+    from engine.model.loader import LoadedModel
+    from engine.model.passes import Runner
 
 
 @dataclass(frozen=True, slots=True)

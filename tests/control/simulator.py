@@ -7,22 +7,25 @@ every planner faces the same text.
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from engine.cache.pages import TARGET, PageTable
 from engine.control.adaptive import AdaptivePlanner
-from engine.control.calibration import Calibration, calibrate
+from engine.control.calibration import Calibration
+from engine.control.costs import CostModel
 from engine.control.options import Mode, PlannerOptions
-from engine.control.planner import FixedPlanner, Planner
-from engine.control.speedup import Gain
+from engine.control.planner import Assignment, FixedPlanner, Planner, nobody
 from engine.draft.drafter import Verdict
+from engine.meter.gain import Gain
+from engine.meter.meter import Meter
 from engine.scheduler import ScheduledSequence, StepPlan
 from engine.sequence import Sequence, Status
+from engine.sweep import calibrate
 from engine.types import Request, SamplingParams, StepStats
 
 PROMPT = 64
@@ -150,6 +153,7 @@ class Log:
     lengths: list[float] = field(default_factory=list)  # mean draft length by step
     positions: list[int] = field(default_factory=list)  # of the first stream, by step
     gains: list[Gain] = field(default_factory=list)
+    meter: Meter = field(default_factory=lambda: Meter(CostModel()))
 
     @property
     def rate(self) -> float:
@@ -167,6 +171,7 @@ class World:
         self.length = 400  # tokens of a stream
         self.max_draft = 8
         self.prefill_every = 0  # steps between prefill chunks of 64 tokens, 0 = none
+        self.planning = (0.0, 0.0)  # seconds of choosing and observing in every step
         self.scale = lambda step: 1.0  # noqa: ARG005  (the machine's slowness, by step)
         self._random = random.Random(seed)
         self._streams = 0
@@ -174,7 +179,8 @@ class World:
 
     def run(self, planner: Planner, tokens: int) -> Log:
         """Decodes that many tokens."""
-        log = Log()
+        costs = planner.costs if isinstance(planner, AdaptivePlanner) else CostModel()
+        log = Log(meter=Meter(costs))
         while log.tokens < tokens:
             while len(self._live) < self.batch:
                 self._live.append((self._streams, self._new_sequence()))
@@ -202,12 +208,14 @@ class World:
             prompt = Sequence(Request("prompt", (1,) * 64), 0, 0, 0, PageTable(""), "none", 0, 80)
             parts.append(ScheduledSequence(prompt, 64, False))
         plan = StepPlan(tuple(parts), 0, 0, 0)
-        lengths = planner.choose(plan)
+        assignment = planner.choose(plan)
+        lengths = assignment.lengths
         assert all(0 <= n <= part.max_draft for n, part in zip(lengths, parts, strict=True))
         verdicts = [
-            self._judge(i, s, n) for (i, s), n in zip(live, lengths, strict=False)
-        ] + [Verdict([], 0, 0)] * (len(parts) - len(live))  # fmt: skip
-        stats = self._stats(plan, lengths, verdicts, log.steps)
+            self._judge(i, s, n, name)
+            for (i, s), n, name in zip(live, lengths, assignment.drafters, strict=False)
+        ] + [Verdict([], 0, 0)] * (len(parts) - len(live))
+        stats = self._stats(plan, assignment, verdicts, log.steps)
         log.lengths.append(sum(lengths) / len(live))
         log.positions.append(len(live[0][1].tokens) - PROMPT)
         for (_, sequence), verdict in zip(live, verdicts, strict=False):
@@ -216,13 +224,15 @@ class World:
             if sequence.room <= 0:  # the engine releases before it lets the planner observe
                 sequence.status = Status.FINISHED
                 planner.release(sequence)
-        log.gains.append(planner.observe(plan, verdicts, stats))
+        gain = log.meter.observe(plan, verdicts, stats)
+        planner.observe(plan, verdicts, stats, gain)
+        log.gains.append(gain)
         self._live = [(i, s) for i, s in live if s.status is not Status.FINISHED]
         log.seconds += stats.seconds
         log.tokens += stats.emitted_tokens
         log.steps += 1
 
-    def _judge(self, stream: int, sequence: Sequence, length: int) -> Verdict:
+    def _judge(self, stream: int, sequence: Sequence, length: int, drafter: str) -> Verdict:  # noqa: ARG002
         position = len(sequence.tokens) - PROMPT
         if not length or _uniform(stream, position, 1, self.seed) >= self.text(stream, position)[1]:
             return Verdict([0], 0, 0)
@@ -235,9 +245,10 @@ class World:
         return Verdict([0] * (accepted + 1), length, accepted)
 
     def _stats(
-        self, plan: StepPlan, lengths: Seq[int], verdicts: Seq[Verdict], step: int
+        self, plan: StepPlan, assignment: Assignment, verdicts: Seq[Verdict], step: int
     ) -> StepStats:
         machine, drafted = self.machine, [v.drafted for v in verdicts]
+        lengths = assignment.lengths
         rows = sum(part.num_feed for part in plan.scheduled) + sum(drafted)
         context = sum(s.sequence.table.num_cached[TARGET] + s.num_feed for s in plan.scheduled)
         noise = math.exp(self._random.gauss(0.0, machine.noise)) * self.scale(step)
@@ -250,9 +261,11 @@ class World:
         depth = max(v.accepted for v in verdicts) + 1
         sample = machine.overhead[0] + machine.overhead[1] * rows + 2e-5 * depth
         return StepStats(
-            seconds=draft + verify + sample, draft_seconds=draft, verify_seconds=verify,
-            sample_seconds=sample, plan_seconds=0.0, running=len(plan.scheduled), waiting=0,
-            prefill_tokens=plan.prefill_tokens,
+            seconds=draft + verify + sample + sum(self.planning),
+            draft_seconds=draft, verify_seconds=verify,
+            sample_seconds=sample, plan_seconds=self.planning[0],
+            choose_seconds=self.planning[0], learn_seconds=self.planning[1],
+            running=len(plan.scheduled), waiting=0, prefill_tokens=plan.prefill_tokens,
             decode_sequences=sum(bool(v.emitted) for v in verdicts),
             emitted_tokens=sum(len(v.emitted) for v in verdicts),
             drafted_by_position=(), accepted_by_position=(), pages_used=0, pages_total=1,
@@ -261,24 +274,15 @@ class World:
 
 
 def planner_for(
-    machine: Machine, mode: Mode = Mode.AUTO, calibrated: bool = True, reading: float = 0.0
+    machine: Machine, mode: Mode = Mode.AUTO, calibrated: bool = True, **options: Any
 ) -> AdaptivePlanner:
-    """The real planner, on a virtual clock.
-
-    Args:
-        reading: seconds that pass from one reading of the clock to the next. With 0 planning
-            takes no time, so that it never has to rest.
-    """
-    readings = itertools.count()
-    options = PlannerOptions(
-        depth=8,
-        most_rows=512,
-        mode=mode,
-        calibration=machine.calibrate() if calibrated else None,
-        draft_calibrations=machine.calibrate_drafts() if calibrated else {},
-        clock=lambda: reading * next(readings),
+    """The real planner, with the costs of a machine."""
+    costs = CostModel(
+        machine.calibrate() if calibrated else None,
+        512,
+        machine.calibrate_drafts() if calibrated else {},
     )
-    return AdaptivePlanner(options)
+    return AdaptivePlanner(PlannerOptions(depth=8, mode=mode, **options), costs)
 
 
 class Fixed(FixedPlanner):
@@ -287,5 +291,6 @@ class Fixed(FixedPlanner):
     def __init__(self, length: int) -> None:
         self.length = length
 
-    def choose(self, plan: StepPlan) -> list[int]:
-        return [min(self.length, part.max_draft) for part in plan.scheduled]
+    def choose(self, plan: StepPlan) -> Assignment:
+        lengths = [min(self.length, part.max_draft) for part in plan.scheduled]
+        return Assignment(lengths, nobody(plan).drafters)

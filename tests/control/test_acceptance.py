@@ -6,10 +6,10 @@ import random
 
 import numpy as np
 import pytest
+from engine.control.outcomes import Outcomes
 
 from engine.cache.pages import PageTable
 from engine.control.acceptance import AcceptanceModel
-from engine.control.outcomes import Outcomes
 from engine.sequence import Sequence
 from engine.types import Request
 

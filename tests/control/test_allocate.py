@@ -7,11 +7,11 @@ from itertools import product
 
 import numpy as np
 import pytest
-
 from engine.control.allocate import Allocation, allocate, margins
-from engine.control.calibration import Calibration
 from engine.control.candidates import Candidates
 from engine.control.latency import CostModel, Load
+
+from engine.control.calibration import Calibration
 
 LINEAR = Calibration(((1, 0.010), (513, 0.010 + 512 * 0.001)), 0.0, 0.0, 0.0)
 FLAT = Calibration(((1, 0.010), (512, 0.0101)), 0.0, 0.0, 0.0)

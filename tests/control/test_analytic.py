@@ -9,7 +9,7 @@ from itertools import product
 import pytest
 from scipy.special import lambertw
 
-from engine.control import analytic
+from server import formulas as analytic
 
 COSTS = (0.02, 0.05, 0.1, 0.2, 0.4)
 

@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from engine.control.calibration import ASSUMED, Calibration, cache_key, calibrate
+from engine.control.calibration import ASSUMED, Calibration, cache_key
+from engine.sweep import calibrate
 
 
 def test_a_step_is_found_where_it_is() -> None:

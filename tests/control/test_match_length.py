@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections import defaultdict
-from dataclasses import replace
 
 import pytest
 
@@ -14,6 +13,7 @@ from engine.draft.drafter import Advisor, NoAdvice, Verdict
 from engine.draft.lookup import STORED, LookupDrafter
 from engine.draft.portfolio import DrafterPortfolio
 from engine.draft.store import AnswerStore
+from engine.meter.meter import Meter
 from engine.sequence import Sequence
 from tests.control.simulator import LAPTOP, planner_for
 from tests.control.test_adaptive import decodes, make_sequence, make_stats
@@ -52,13 +52,13 @@ def play(
     planner: AdaptivePlanner, portfolio: DrafterPortfolio, text: list[int]
 ) -> dict[int, float]:
     """Writes the text; returns mean draft lengths by what the drafter knew, late in the text."""
-    sequence = make_sequence(room=10**6)
+    sequence, meter = make_sequence(room=10**6), Meter(planner.costs)
     lengths: dict[int, list[int]] = defaultdict(list)
     at = 0
     while at < len(text) - 10:
         known = portfolio.outlook("lookup", sequence)
         plan = decodes(sequence)
-        (length,) = planner.choose(plan)
+        (length,) = planner.choose(plan).lengths
         draft = portfolio.propose([sequence], [length]).tokens[0]
         accepted = 0
         while accepted < len(draft) and draft[accepted] == text[at + accepted]:
@@ -70,12 +70,13 @@ def play(
         sequence.append(emitted)
         sequence.table.num_cached[TARGET] = len(sequence.tokens) - 1
         stats = make_stats(0.02 * (1 + 0.15 * len(draft)), len(emitted))
-        planner.observe(plan, [Verdict(emitted, len(draft), accepted)], stats)
+        verdicts = [Verdict(emitted, len(draft), accepted)]
+        planner.observe(plan, verdicts, stats, meter.observe(plan, verdicts, stats))
     return {bucket: sum(own) / len(own) for bucket, own in lengths.items() if len(own) >= 10}
 
 
 def planned(advisor: Advisor) -> AdaptivePlanner:
-    return AdaptivePlanner(replace(planner_for(LAPTOP).options, advisor=advisor))
+    return planner_for(LAPTOP, advisor=advisor)
 
 
 @pytest.mark.parametrize("seed", range(3))

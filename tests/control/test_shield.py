@@ -3,18 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence as Seq
 
 import pytest
 
-from engine.control.planner import FixedPlanner
-from engine.control.shield import ShieldedPlanner
-from engine.control.speedup import Gain
+from engine.control.planner import Assignment, FixedPlanner, ShieldedPlanner
 from engine.core import Engine
-from engine.draft.drafter import Verdict
 from engine.scheduler import StepPlan
 from engine.sequence import Sequence
-from engine.types import StepStats
 from tests.fakes import ask, make_engine, run
 
 
@@ -22,19 +17,19 @@ class Raising(FixedPlanner):
     """Raises in one method."""
 
     def __init__(self, method: str) -> None:
+        super().__init__()
         self.method = method
 
     def _maybe(self, method: str) -> None:
         if method == self.method:
             raise ZeroDivisionError(method)
 
-    def choose(self, plan: StepPlan) -> list[int]:
+    def choose(self, plan: StepPlan) -> Assignment:
         self._maybe("choose")
         return super().choose(plan)
 
-    def observe(self, plan: StepPlan, verdicts: Seq[Verdict], stats: StepStats) -> Gain:
+    def observe(self, *_: object) -> None:
         self._maybe("observe")
-        return super().observe(plan, verdicts, stats)
 
     def release(self, sequence: Sequence) -> None:
         self._maybe("release")

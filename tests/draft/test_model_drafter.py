@@ -15,6 +15,7 @@ from engine.config import (
     SchedulerConfig,
     SpeculationConfig,
 )
+from engine.control.planner import Assignment
 from engine.model.loader import LoadedModel
 from engine.types import SpeculationParams
 from tests.fakes import Run, ask, run
@@ -101,7 +102,8 @@ def test_a_pause_costs_no_acceptance():
     def choose(plan):
         nonlocal step
         step += 1
-        return [0 if 5 < step < 20 else s.max_draft for s in plan.scheduled]
+        lengths = [0 if 5 < step < 20 else s.max_draft for s in plan.scheduled]
+        return Assignment(lengths, ["model"] * len(lengths))
 
     object.__setattr__(planner, "choose", choose)
     done = run(built, [ask("r", PROMPTS[3], 80, ignore_eos=True)])

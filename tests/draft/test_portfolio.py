@@ -8,7 +8,7 @@ import random
 import pytest
 
 from engine.build import BuiltEngine
-from engine.control.planner import FixedPlanner
+from engine.control.planner import Assignment, FixedPlanner, nobody
 from engine.draft.portfolio import DrafterPortfolio
 from engine.scheduler import StepPlan
 from engine.types import Request, SpeculationParams
@@ -30,15 +30,14 @@ class Switching(FixedPlanner):
         self._pause = pause
         self._left = 0
 
-    def choose(self, plan: StepPlan) -> list[int]:
-        lengths = []
+    def choose(self, plan: StepPlan) -> Assignment:
+        lengths, drafters = [], []
         for scheduled in plan.scheduled:
-            sequence = scheduled.sequence
-            sequence.drafter = self._dice.choice(sequence.drafters)
+            drafters.append(self._dice.choice(scheduled.sequence.drafters))
             silent = self._left > 0 or self._dice.random() < 0.25
             lengths.append(0 if silent else self._dice.randint(0, scheduled.max_draft))
         self._left = self._left - 1 if self._left else self._pause * (self._dice.random() < 0.1)
-        return lengths
+        return Assignment(lengths, drafters)
 
 
 class Pausing(FixedPlanner):
@@ -49,10 +48,9 @@ class Pausing(FixedPlanner):
         self._pause = range(begin, begin + steps)
         self._step = 0
 
-    def choose(self, plan: StepPlan) -> list[int]:
+    def choose(self, plan: StepPlan) -> Assignment:
         self._step += 1
-        lengths = super().choose(plan)
-        return [0] * len(lengths) if self._step in self._pause else lengths
+        return nobody(plan) if self._step in self._pause else super().choose(plan)
 
 
 def planned_by(built: BuiltEngine, planner: FixedPlanner) -> BuiltEngine:
@@ -299,10 +297,12 @@ class Halved(FixedPlanner):
         self._slow = range(begin, begin + steps)
         self._step = 0
 
-    def choose(self, plan: StepPlan) -> list[int]:
+    def choose(self, plan: StepPlan) -> Assignment:
         self._step += 1
-        lengths = super().choose(plan)
-        return [min(1, n) for n in lengths] if self._step in self._slow else lengths
+        chosen = super().choose(plan)
+        if self._step not in self._slow:
+            return chosen
+        return Assignment([min(1, n) for n in chosen.lengths], chosen.drafters)
 
 
 # -- soak ------------------------------------------------------------------------------------
@@ -327,7 +327,8 @@ def test_both_stores_are_empty_after_a_soak() -> None:
     assert done.preemptions
     check_empty(built)
     planner = built.engine.parts.planner.inner  # type: ignore[attr-defined]
-    assert planner.acceptance.num_slots == planner.scorer.num_sequences == 0
+    assert planner.acceptance.num_sequences == planner.prober.num_sequences == 0
+    assert built.engine.parts.meter.num_requests == 0
 
 
 def test_a_failing_drafter_of_two_leaves_the_other() -> None:

@@ -17,6 +17,7 @@ from engine.draft import registry
 from engine.draft.drafter import DraftProposal, SequenceView, StepView, Verdict
 from engine.draft.entry import DrafterContext, DrafterEntry
 from engine.draft.portfolio import DrafterPortfolio
+from engine.model.passes import Pass
 from engine.sequence import Sequence
 from engine.types import Request, SpeculationParams
 from tests.draft.test_portfolio import Switching, planned_by
@@ -35,19 +36,20 @@ class Telling:
         self._runner = runner
         self._rows = 0
         self.spoil = -1  # passes until one row is no number
-        self.last: dict[int, torch.Tensor] = {}
 
-    def forward(self, batch: Any) -> Any:
+    def forward(self, batch: Any, features: tuple[int, ...] = ()) -> Pass:
         count = batch.input_ids.numel()
         numbers = torch.arange(self._rows, self._rows + count)
         self._rows += count
         facts = torch.stack([batch.positions, batch.input_ids, numbers], dim=1)
-        for layer in range(2):
-            whole = torch.cat([torch.full((count, 1), layer), facts], dim=1)
-            self.last[layer] = whole.float()
-        logits = self._runner.forward(batch)
+        told = {
+            layer: torch.cat([torch.full((count, 1), layer), facts], dim=1).float()
+            for layer in features
+        }
+        passed = self._runner.forward(batch)
         self.spoil -= 1
-        return logits * float("nan") if self.spoil == 0 else logits
+        logits = passed.logits * float("nan") if self.spoil == 0 else passed.logits
+        return Pass(logits, passed.seconds, told)
 
 
 class Head:
@@ -116,13 +118,6 @@ def telling(setup: Setup, **changes: Any) -> tuple[BuiltEngine, Head, Telling]:
     built = make_engine(setup, **({"drafter": "head"} | changes))
     target = Telling(built.engine.parts.target)
     parts = built.engine.parts = dataclasses.replace(built.engine.parts, target=target)
-    observe = parts.drafters.observe
-
-    def with_features(view: StepView) -> None:
-        layers = parts.drafters.features([part.sequence for part in view.sequences])
-        observe(dataclasses.replace(view, features={i: target.last[i] for i in layers}))
-
-    parts.drafters.observe = with_features  # type: ignore[method-assign]
     return built, MADE[-1], target
 
 

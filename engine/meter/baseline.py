@@ -1,6 +1,6 @@
 """What plain decode steps cost, from plain decode steps alone.
 
-The planner's cost model supplies the shape over batch, context and prefill. How far reality is
+The cost model supplies the shape over batch, context and prefill. How far reality is
 off that shape is measured at each batch size on steps without drafts, natural ones and a small
 random share, and forgotten exponentially.
 """
@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from enum import Enum
-from statistics import mean
+from statistics import mean, median_low
 
-from engine.control.cells import cell_of
-from engine.control.estimates import low_median
-from engine.control.latency import CostModel, Load
+from engine.control.costs import CostModel
+from engine.load import Load, cell_of
+from engine.meter.gain import Basis
 
 #: Plain steps of one batch size after which its baseline counts as measured.
 ENOUGH = 8
@@ -35,14 +34,6 @@ _OUTLIER = 4.0  # a sample beyond this multiple of the baseline counts as this m
 _MODEL_ERROR = 0.1  # of a baseline that was never measured at its batch size
 
 
-class Basis(Enum):
-    """What the baseline of a speed-up rests on."""
-
-    UNKNOWN = "unknown"  # no plain steps seen yet: no number is given
-    MODELLED = "modelled"  # plain steps of other batch sizes, or of long ago
-    MEASURED = "measured"
-
-
 @dataclass(slots=True)
 class _Cell:
     """Plain steps of one batch size: mean of observed over modelled seconds."""
@@ -51,7 +42,6 @@ class _Cell:
     scatter: float = 0.0  # mean square of the samples' deviation
     count: int = 0
     last: float = 0.0  # on the clock of decoding seconds
-    last_step: int = 0
     first: list[float] = field(default_factory=list)
 
     def add(self, ratio: float) -> None:
@@ -63,7 +53,7 @@ class _Cell:
             self.scatter += max(_GAIN, 1.0 / self.count) * (deviation**2 - self.scatter)
         else:
             self.first.append(ratio)
-            self.ratio = low_median(self.first)
+            self.ratio = median_low(self.first)
             most = self.ratio * _OUTLIER
             self.scatter = mean((min(r, most) - self.ratio) ** 2 for r in self.first)
         self.count += 1
@@ -80,7 +70,6 @@ class Baseline:
         self._costs = costs
         self._cells: dict[int, _Cell] = {}
         self._elapsed = 0.0
-        self._steps = 0
         self.samples = 0
 
     @property
@@ -96,13 +85,12 @@ class Baseline:
             known = [typical] if self._cells else []
             cell = self._cells[cell_of(load.batch)] = _Cell(typical, first=known)
         cell.add(seconds / self._costs.plain_seconds(load))
-        cell.last, cell.last_step = self._elapsed, self._steps
+        cell.last = self._elapsed
         self.samples += 1
 
     def pass_time(self, seconds: float) -> None:
         """Lets a step pass, in which baselines grow stale."""
         self._elapsed += seconds
-        self._steps += 1
 
     def seconds(self, load: Load) -> float:
         """Of a plain step."""
@@ -127,10 +115,12 @@ class Baseline:
         remembered = min(cell.count, 2.0 / _GAIN)
         return math.sqrt(cell.scatter / remembered) / cell.ratio
 
-    def age(self, batch: int) -> tuple[int, int]:
-        """Plain steps seen at this batch size, and steps since the last of them."""
+    def scatter(self, batch: int) -> float:
+        """Standard deviation of single plain steps at this batch size, as a share."""
         cell = self._cells.get(cell_of(batch))
-        return (cell.count, self._steps - cell.last_step) if cell else (0, self._steps)
+        if cell is None or cell.count < 2 or cell.ratio <= 0:
+            return _MODEL_ERROR
+        return math.sqrt(cell.scatter) / cell.ratio
 
     def _typical_ratio(self) -> float:
         if not self._cells:

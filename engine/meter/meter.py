@@ -10,7 +10,7 @@ a ratio of sums, so that it can be taken over any window. w holds everything: sc
 planning, drafting, the pass, sampling, commit. A plain step counts as itself, less what was
 spent on planning and on drafts that were never offered.
 
-b comes from plain steps only. The planner's cost model supplies the shape over batch, context
+b comes from plain steps only. The cost model supplies the shape over batch, context
 and prefill; how far reality is off that shape is measured at each batch size on plain steps,
 natural ones and a small random share, and forgotten exponentially.
 """
@@ -22,9 +22,14 @@ from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
-from engine.control.baseline import Baseline, Basis
-from engine.control.latency import Load
-from engine.sequence import Sequence
+from engine.control.costs import CostModel
+from engine.draft.drafter import Verdict
+from engine.load import Load, loads_of
+from engine.meter.baseline import Baseline
+from engine.meter.gain import Basis, Gain
+from engine.scheduler import StepPlan
+from engine.sequence import Sequence, Status
+from engine.types import StepStats
 
 _BLOCK_STEPS = 64
 _BLOCKS = 64
@@ -37,21 +42,6 @@ _EVERY = 16
 
 #: Two-sided 95 % quantiles of Student's t by degrees of freedom, for few blocks.
 _T95 = (12.71, 4.30, 3.18, 2.78, 2.57, 2.45, 2.36, 2.31, 2.26, 2.23)
-
-
-@dataclass(frozen=True, slots=True)
-class Gain:
-    """One step's part in the speed-up; the sums of both times are monotonic counters.
-
-    Attributes:
-        equal_seconds: that plain decoding would have taken for the step's tokens.
-        seconds: that the step took.
-        basis: of `equal_seconds`; both times are 0 where it is UNKNOWN.
-    """
-
-    equal_seconds: float = 0.0
-    seconds: float = 0.0
-    basis: Basis = Basis.UNKNOWN
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,8 +72,8 @@ class _Block:
 
 
 @dataclass(frozen=True, slots=True)
-class _Early:
-    """A speculative step, to be compared with plain ones."""
+class _Compared:
+    """A step with drafts, to be compared with plain ones."""
 
     decode: Load
     whole: Load
@@ -91,76 +81,94 @@ class _Early:
     seconds: float
 
 
+@dataclass(slots=True)
+class _Own:
+    """Sums over the steps of one sequence."""
+
+    equal: float = 0.0
+    seconds: float = 0.0
+    squares: float = 0.0  # of the seconds by which single steps may be off
+
+    def add(self, equal: float, seconds: float, doubt: float) -> None:
+        """Counts one step, which may be off by the share `doubt`; 0 where nothing is compared."""
+        self.equal += equal
+        self.seconds += seconds
+        self.squares += (doubt * seconds) ** 2
+
+    @property
+    def noise(self) -> float:
+        """Two standard errors of the speed-up."""
+        return 2.0 * math.sqrt(self.squares) / self.seconds
+
+
 class Meter:
     """Sums up the speed-up, of the server and of every request.
 
     Args:
-        baseline: what plain steps cost.
+        costs: the shape of a step's time over batch, context and prefill.
 
     Attributes:
+        baseline: what plain steps cost.
         equal_seconds: counter; what plain decoding would have taken for the same tokens.
         seconds: counter; what they took. The ratio of the two is the speed-up.
         unknown_seconds: counter; speculative steps that are in neither, since they were over
             long before there was a baseline.
     """
 
-    def __init__(self, baseline: Baseline) -> None:
-        self._baseline = baseline
+    def __init__(self, costs: CostModel) -> None:
+        self.baseline = Baseline(costs)
         self._blocks: deque[_Block] = deque([_Block()], maxlen=_BLOCKS)
-        self._requests: dict[Sequence, list[float]] = {}  # equal, seconds
-        self._first = self._next = 0.0  # of the last step: its plain steps, see `credit`
-        self._last = Gain()
-        self._early: deque[_Early] = deque(maxlen=_MOST_EARLY)
+        self._requests: dict[Sequence, _Own] = {}
+        self._early: deque[_Compared] = deque(maxlen=_MOST_EARLY)
         self._counted = 0
         self._speedup: tuple[int, Speedup] | None = None  # made after so many steps
         self.equal_seconds = 0.0
         self.seconds = 0.0
         self.unknown_seconds = 0.0
 
-    def speculative(self, decode: Load, whole: Load, emitted: int, seconds: float) -> Gain:
-        """The gain of a step in which drafts were checked.
+    def observe(self, plan: StepPlan, verdicts: Seq[Verdict], stats: StepStats) -> Gain:
+        """Counts a step; call it before the planner observes the same one.
 
         Args:
-            decode: its emitting sequences alone, without drafts.
-            whole: with the prefill.
-            emitted: tokens.
-            seconds: that it took.
+            verdicts: in the plan's order.
+            stats: of the step; all of its time counts, and the time since the one before.
         """
-        step = _Early(decode, whole, emitted, seconds)
-        if not self._baseline.known:
-            if len(self._early) == _MOST_EARLY:
-                self.unknown_seconds += self._early[0].seconds
-            self._early.append(step)
-            self._last = Gain()
-            return self._last
-        while self._early:
-            self._compare(self._early.popleft())
-        return self._compare(step)
+        decode, whole = loads_of(plan)
+        if not decode.batch or stats.seconds <= 0.0:
+            return Gain()
+        seconds = stats.seconds + stats.between_seconds
+        if any(verdict.drafted for verdict in verdicts):
+            step = _Compared(decode, whole, stats.emitted_tokens, seconds)
+            gain, first, following, doubt = self._speculative(step)
+        else:
+            spent = stats.choose_seconds + stats.draft_seconds + stats.learn_seconds
+            first, following, doubt = max(seconds - spent, 0.0), 0.0, 0.0
+            if whole == decode:
+                self.baseline.observe(decode, first)
+            plain = self.baseline.seconds(decode)
+            gain = self._count(Gain(first, seconds, Basis.MEASURED, plain), 0.0)
+        if gain.basis is not Basis.UNKNOWN:
+            for scheduled, verdict in zip(plan.scheduled, verdicts, strict=True):
+                if verdict.emitted and scheduled.sequence.status is not Status.FINISHED:
+                    own = self._requests.setdefault(scheduled.sequence, _Own())
+                    own.add(first + (len(verdict.emitted) - 1) * following, seconds, doubt)
+        return gain
 
-    def plain(self, seconds: float, spent: float) -> Gain:
-        """The gain of a step without drafts, never above 1.
-
-        Args:
-            seconds: that it took.
-            spent: of these on planning and on drafting to no avail.
-        """
-        self._first, self._next = seconds - spent, 0.0
-        return self._count(Gain(self._first, seconds, Basis.MEASURED), 0.0)
-
-    def credit(self, emitted: Seq[tuple[Sequence, int]]) -> None:
-        """Counts the last step for its sequences, each with the tokens it emitted."""
-        if self._last.basis is Basis.UNKNOWN:
-            return
-        first, following, seconds = self._first, self._next, self._last.seconds
-        for sequence, tokens in emitted:
-            own = self._requests.setdefault(sequence, [0.0, 0.0])
-            own[0] += first + (tokens - 1) * following
-            own[1] += seconds
+    def leave_out_prompt(self, sequence: Sequence) -> None:
+        """Begins to measure a sequence: call it after its first pass, whose token comes with the
+        prompt, drafts or no drafts."""
+        self._requests.pop(sequence, None)
 
     def of_request(self, sequence: Sequence) -> float | None:
-        """The speed-up of one sequence so far; None while unknown."""
-        equal, seconds = self._requests.get(sequence, (0.0, 0.0))
-        return equal / seconds if seconds else None
+        """The speed-up of one sequence's decoding so far. None while unknown, or where noise is
+        larger than what there is to tell; without an accepted draft token nothing was gained."""
+        own = self._requests.get(sequence)
+        if own is None or not self.baseline.known:
+            return None
+        ratio, noise = own.equal / own.seconds, own.noise
+        if noise and abs(ratio - 1.0) < noise:
+            return None
+        return None if ratio > 1.0 and not sequence.accepted_tokens else ratio
 
     def release(self, sequence: Sequence) -> None:
         """Forgets a sequence."""
@@ -188,15 +196,26 @@ class Meter:
         low, high = (None, None) if half is None else (ratio - half, ratio + half)
         return Speedup(ratio, low, high, Basis.MODELLED if modelled else Basis.MEASURED)
 
-    def _compare(self, step: _Early) -> Gain:
-        """Counts a speculative step against the plain ones it replaced."""
-        batch = step.decode.batch
-        self._next = self._baseline.seconds(step.decode)
-        same = step.whole == step.decode
-        self._first = self._next if same else self._baseline.seconds(step.whole)
-        equal = self._first + (step.emitted / batch - 1.0) * self._next
-        gain = Gain(equal, step.seconds, self._baseline.basis(batch))
-        return self._count(gain, equal * self._baseline.relative_error(batch))
+    def _speculative(self, step: _Compared) -> tuple[Gain, float, float, float]:
+        """A step in which drafts were checked: its gain, plain seconds of the first token of each
+        sequence and of each further one, and the share by which a single step is off."""
+        if not self.baseline.known:
+            if len(self._early) == _MOST_EARLY:
+                self.unknown_seconds += self._early[0].seconds
+            self._early.append(step)
+            return Gain(), 0.0, 0.0, 0.0
+        while self._early:
+            self._compare(self._early.popleft())
+        return self._compare(step)
+
+    def _compare(self, step: _Compared) -> tuple[Gain, float, float, float]:
+        batch, baseline = step.decode.batch, self.baseline
+        following = baseline.seconds(step.decode)
+        first = following if step.whole == step.decode else baseline.seconds(step.whole)
+        equal = first + (step.emitted / batch - 1.0) * following
+        gain = Gain(equal, step.seconds, baseline.basis(batch), following)
+        self._count(gain, equal * baseline.relative_error(batch))
+        return gain, first, following, baseline.scatter(batch)
 
     def _count(self, gain: Gain, doubt: float) -> Gain:
         """Adds a step to all sums.
@@ -205,7 +224,7 @@ class Meter:
             gain: of the step.
             doubt: seconds by which its `equal_seconds` may be off.
         """
-        self._baseline.pass_time(gain.seconds)
+        self.baseline.pass_time(gain.seconds)
         self._counted += 1
         if self._blocks[-1].steps == _BLOCK_STEPS:
             self._blocks.append(_Block())
@@ -217,7 +236,6 @@ class Meter:
         block.modelled += gain.seconds if gain.basis is Basis.MODELLED else 0.0
         self.equal_seconds += gain.equal_seconds
         self.seconds += gain.seconds
-        self._last = gain
         return gain
 
 
