@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from engine.control.shield import ShieldedPlanner
 
 from engine.batch import Batch
 from engine.build import BuiltEngine, assemble
@@ -25,6 +24,7 @@ from engine.config import (
     SpeculationConfig,
 )
 from engine.control.adaptive import AdaptivePlanner
+from engine.control.planner import ShieldedPlanner
 from engine.core import Engine
 from engine.draft.drafter import Drafter
 from engine.draft.portfolio import DrafterPortfolio

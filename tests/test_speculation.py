@@ -9,14 +9,14 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from engine.control.report import report
-from engine.control.shield import ShieldedPlanner
-from engine.control.status import describe
 from pydantic import TypeAdapter
 
-from engine.control.planner import FixedPlanner
+from engine.control.costs import CostModel
+from engine.control.planner import FixedPlanner, ShieldedPlanner
 from engine.core import Engine
 from engine.errors import EngineUnavailable, RequestFailed
+from engine.meter.meter import Meter
+from engine.status import describe, report
 from engine.types import SpeculationParams, SpeculationReport, StepStats
 from server.speculation import SpeculationStatus
 from tests.drafters import ScriptedDrafter

@@ -117,7 +117,7 @@ def telling(setup: Setup, **changes: Any) -> tuple[BuiltEngine, Head, Telling]:
     """An engine with the head, whose target tells features."""
     built = make_engine(setup, **({"drafter": "head"} | changes))
     target = Telling(built.engine.parts.target)
-    parts = built.engine.parts = dataclasses.replace(built.engine.parts, target=target)
+    built.engine.parts = dataclasses.replace(built.engine.parts, target=target)
     return built, MADE[-1], target
 
 
