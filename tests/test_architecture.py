@@ -37,10 +37,10 @@ SERVER_MAY = {"engine.types", "engine.config", "engine.errors", "engine.async_en
 #: ... and what single parts of it need besides: modules that are light, or imported on demand.
 SERVER_MAY_ALSO = {
     ("server.cli", "engine.model.sources"),
-    ("server.doctor", "engine.model.sources"),
-    ("server.doctor", "engine.model.pairing"),
-    ("server.plan", "engine.control.analytic"),
-    ("server.audit", "engine.audit"),
+    ("server.cli.doctor", "engine.model.sources"),
+    ("server.cli.doctor", "engine.model.pairing"),
+    ("server.cli.plan", "engine.control.analytic"),
+    ("server.cli.audit", "engine.audit"),
 }
 
 #: Modules that only move integers; they must work, and be quick to import, without torch.

@@ -18,7 +18,7 @@ from engine.control.status import describe
 from engine.core import Engine
 from engine.errors import EngineUnavailable, RequestFailed
 from engine.types import SpeculationParams, SpeculationReport, StepStats
-from server.speculation import SpeculationStatus
+from server.api.speculation import SpeculationStatus
 from tests.drafters import ScriptedDrafter
 from tests.fakes import Run, ask, make_engine, run
 from tests.test_async_engine import PROMPT, Bench, read, until

@@ -17,8 +17,8 @@ from engine.core import Engine
 from engine.errors import ConfigurationError
 from engine.judge import Judge
 from engine.types import AuditStats, Finished, Request, SamplingParams, StepStats
-from server.metrics import Metrics
-from server.settings import Settings
+from server.cli.settings import Settings
+from server.metrics.registry import Metrics
 from tests.drafters import ScriptedDrafter
 from tests.fakes import Answer, Run, ask, load_fake, make_config, make_engine, tiny
 from tests.lossless.broken import Generous, Leaky

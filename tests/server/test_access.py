@@ -12,7 +12,7 @@ import pytest
 from fastapi import FastAPI
 from fastapi.routing import APIRoute
 
-from server.keys import read_keys
+from server.api.keys import read_keys
 from tests.server.benches import assert_envelope, unharmed
 from tests.server.support import MODEL, TEXT, FakeEngine, call, complete, make_app, serving
 

@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from server.cli import main
-from server.settings import Settings
+from server.cli.settings import Settings
 from tests.server.processes import PATIENCE, model, serving, small, streaming
 from tests.tiny import CONTEXT
 

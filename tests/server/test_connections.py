@@ -13,9 +13,9 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from server.connection import ConnectionLimits, connection_class
-from server.context import ServerContext
-from server.middleware import MAX_HEADER_BYTES
+from server.api.connection import ConnectionLimits, connection_class
+from server.api.context import ServerContext
+from server.api.middleware import MAX_HEADER_BYTES
 from tests.server.benches import unharmed
 from tests.server.disconnecting import ENDLESS, slow_engine
 from tests.server.support import FakeEngine, call, make_app, serving, wait_until

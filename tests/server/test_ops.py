@@ -11,11 +11,11 @@ import pytest
 
 from engine.errors import ConfigurationError
 from engine.types import EngineInfo
-from server.access import OPEN_PATHS
-from server.app import create_app
-from server.context import ServerOptions
-from server.keys import read_keys
-from server.text import Tokenizer
+from server.api.access import OPEN_PATHS
+from server.api.app import create_app
+from server.api.context import ServerOptions
+from server.api.keys import read_keys
+from server.text.codec import Tokenizer
 from tests.server.support import (
     MODEL,
     TEXT,

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from server.errors import ApiError
-from server.text import TextCodec
+from server.api.errors import ApiError
+from server.text.codec import TextCodec
 from tests.server.support import TEXT, ids, make_tokenizer
 
 
