@@ -36,7 +36,7 @@ LAYERS = (
 SERVER_MAY = {"engine.types", "engine.config", "engine.errors", "engine.async_engine"}
 #: ... and what single parts of it need besides: modules that are light, or imported on demand.
 SERVER_MAY_ALSO = {
-    ("server.cli", "engine.model.sources"),
+    ("server.cli.commands", "engine.model.sources"),
     ("server.cli.doctor", "engine.model.sources"),
     ("server.cli.doctor", "engine.model.pairing"),
     ("server.cli.plan", "engine.control.analytic"),

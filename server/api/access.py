@@ -13,9 +13,9 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from server.api.callers import Caller, TokenBucket
-from server.api.context import ServerOptions
 from server.api.errors import ApiError
 from server.api.keys import find_key
+from server.api.options import ServerOptions
 from server.metrics.registry import Metrics
 
 #: Paths that anybody may ask for, matched exactly: what a load balancer needs to know.

@@ -15,14 +15,17 @@ from engine.types import EngineInfo
 from server.api.access import Gatekeeper, describe_access
 from server.api.chat import chat_router
 from server.api.completions import completions_router
-from server.api.context import EngineClient, ServerContext, ServerOptions
+from server.api.context import EngineClient, ServerContext
 from server.api.errors import install_error_handlers
 from server.api.middleware import RequestGuard
-from server.api.ops import ops_router, version
+from server.api.ops import ops_router
+from server.api.options import ServerOptions
 from server.api.schemas import ErrorResponse
 from server.api.speculation import speculation_router
 from server.metrics.registry import Metrics
-from server.text.codec import TextCodec, Tokenizer
+from server.text.codec import TextCodec
+from server.text.tokenizer import Tokenizer
+from server.version import version
 
 _POLL_SECONDS = 0.05
 

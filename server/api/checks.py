@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from engine.errors import InvalidRequest
-from server.api.context import ServerContext, ServerOptions
+from server.api.context import ServerContext
 from server.api.errors import ApiError, quote
+from server.api.options import ServerOptions
 from server.api.schemas import ChatMessage, GenerationRequest, TextPart
 
 _HEADER_SAFE = re.compile(r"[^A-Za-z0-9._-]")

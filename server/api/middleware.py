@@ -14,8 +14,8 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server.api.access import OPEN_PATHS
-from server.api.context import ServerOptions
 from server.api.errors import ApiError, error_response, to_api_error
+from server.api.options import ServerOptions
 from server.api.usage import summary
 from server.logs import log_request
 from server.metrics.registry import Metrics

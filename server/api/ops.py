@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib import metadata
 from typing import Any
 
 from fastapi import APIRouter
@@ -17,6 +16,7 @@ from server.api.errors import ApiError
 from server.api.schemas import DetokenizeRequest, TokenizeRequest
 from server.api.translate import check_token_ids
 from server.text.codec import TextCodec
+from server.version import version
 
 
 class Status(TypedDict):
@@ -41,14 +41,6 @@ def ops_router(context: ServerContext) -> APIRouter:
     _add_tokenizer(tokenizer, context)
     router.include_router(tokenizer)
     return router
-
-
-def version() -> str:
-    """The installed version of specserve."""
-    try:
-        return metadata.version("specserve")
-    except metadata.PackageNotFoundError:  # run from a source tree
-        return "0.0.0"
 
 
 def _add_health(router: APIRouter, context: ServerContext) -> None:

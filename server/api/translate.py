@@ -21,10 +21,11 @@ from server.api.checks import (
     plain_messages,
     require,
 )
-from server.api.context import ServerContext, ServerOptions
+from server.api.context import ServerContext
 from server.api.errors import ApiError, quote
 from server.api.generation import Job
 from server.api.lengths import Count, max_tokens, truncated
+from server.api.options import ServerOptions
 from server.api.schemas import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from server.text.choice import TextRules
 from server.text.codec import TextCodec

@@ -16,7 +16,8 @@ from engine.errors import ConfigurationError, InvalidRequest
 from engine.types import EngineInfo
 from server.cli.console import Console
 from server.cli.settings import Settings
-from server.text.codec import TextCodec, load_tokenizer
+from server.text.codec import TextCodec
+from server.text.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from engine.audit.compare import Mismatch

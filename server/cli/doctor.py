@@ -12,8 +12,8 @@ from typing import Any
 
 from engine.config import EngineConfig
 from engine.errors import EngineError
-from server.api.ops import version
 from server.cli.settings import Settings
+from server.version import version
 
 _PACKAGES = ("torch", "transformers", "tokenizers", "fastapi", "uvicorn", "pydantic")
 _CPU_FEATURES = ("avx2", "avx512f", "avx512_bf16", "amx_tile", "amx_bf16", "asimd", "bf16")

@@ -12,7 +12,8 @@ from engine.errors import InvalidRequest
 from engine.types import Failed, Finished, Request, SamplingParams, SequenceStats, Tokens
 from server.cli.console import Console
 from server.cli.settings import Settings
-from server.text.codec import TextCodec, load_tokenizer
+from server.text.codec import TextCodec
+from server.text.tokenizer import load_tokenizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,25 +24,25 @@ import uvicorn
 
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
-from engine.errors import ConfigurationError, EngineError, EngineUnavailable
+from engine.errors import EngineError, EngineUnavailable
 from engine.types import StepStats
 from server.api.app import create_app
 from server.api.connection import ConnectionLimits, connection_class
 from server.api.context import ServerContext
 from server.api.middleware import MAX_HEADER_BYTES
-from server.api.ops import version
 from server.cli.console import Console
+from server.cli.listen import BACKLOG, bind
 from server.cli.load_log import LoadLog
 from server.cli.settings import Settings
 from server.cli.values import is_loopback
 from server.metrics.registry import Metrics
-from server.text.codec import load_tokenizer
+from server.text.tokenizer import load_tokenizer
+from server.version import version
 
 EXIT_DEAD = 1
 EXIT_CONFIGURATION = 2
 
 _POLL_SECONDS = 0.1
-_BACKLOG = 2048
 #: Longer than the idle time after which proxies and clients drop a connection themselves, so
 #: that they never send a request into one that is being closed here.
 _KEEP_ALIVE_SECONDS = 75
@@ -73,31 +73,6 @@ def serve(settings: Settings, directory: Path, model_name: str, console: Console
     with bind(settings.host, settings.port) as listener:
         service = _Service(settings, settings.engine_config(str(directory)), model_name, console)
         return asyncio.run(service.run(listener))
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A socket that listens. Closed again at once, it tells early whether the port is free.
-
-    Raises:
-        ConfigurationError: it cannot be had.
-    """
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-        listener = socket.socket(family, kind, protocol)
-    except OSError as error:
-        raise ConfigurationError(f"host is {host!r}, which is no address here: {error}.") from error
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind(address)
-        listener.listen(_BACKLOG)
-    except OSError as error:
-        listener.close()
-        raise ConfigurationError(
-            f"cannot listen on {host} port {port}: {error.strerror}; choose another with --port."
-        ) from error
-    return listener
 
 
 class _Server(uvicorn.Server):
@@ -148,7 +123,7 @@ class _Service:
                 log_config=None,
                 access_log=False,
                 server_header=False,
-                backlog=_BACKLOG,
+                backlog=BACKLOG,
                 h11_max_incomplete_event_size=MAX_HEADER_BYTES,
                 timeout_keep_alive=_KEEP_ALIVE_SECONDS,
                 timeout_graceful_shutdown=_FLUSH_SECONDS,

@@ -21,8 +21,8 @@ from engine.config import (
     SchedulerConfig,
     SpeculationConfig,
 )
-from server.api.context import ServerOptions
 from server.api.keys import read_keys
+from server.api.options import ServerOptions
 from server.cli.values import Count, Secrets, Size, SizeOrNone, Words, is_loopback, split
 
 _CACHE, _SCHEDULER, _SPECULATION = CacheConfig(), SchedulerConfig(), SpeculationConfig()

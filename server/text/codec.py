@@ -1,4 +1,4 @@
-"""Text and token ids: encode, decode, the text and bytes of one token, chat templates."""
+"""Text and token ids: encode, decode, the text and bytes of one token, conversations."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ import asyncio
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol, cast, runtime_checkable
+from typing import Any, cast
 
-from server.api.errors import ApiError
+from engine.errors import InvalidRequest
 from server.text.decode import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from server.text.tokenizer import Tokenizer
 
 #: Texts longer than this are tokenised in a worker thread.
 OFFLOAD_CHARACTERS = 16_384
@@ -18,46 +19,6 @@ OFFLOAD_CHARACTERS = 16_384
 CONTEXT_TOKENS = 8
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-
-
-@runtime_checkable
-class Tokenizer(Protocol):
-    """What the server needs of a transformers tokenizer."""
-
-    chat_template: Any
-
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
-
-    def decode(self, token_ids: Any, skip_special_tokens: bool = False, **kwargs: Any) -> str: ...
-
-    def convert_ids_to_tokens(self, ids: int) -> str | None: ...
-
-    def apply_chat_template(self, conversation: Any, **kwargs: Any) -> Any: ...
-
-    @property
-    def added_tokens_decoder(self) -> Mapping[int, Any]: ...
-
-    def __len__(self) -> int: ...
-
-
-def load_tokenizer(model_path: str) -> Tokenizer:
-    """Loads the tokenizer that lies beside a model's weights; never runs code from there.
-
-    Args:
-        model_path: a local directory, or a ``.gguf`` file.
-    """
-    from pathlib import Path
-
-    from transformers import AutoTokenizer
-
-    path = Path(model_path)
-    source: dict[str, Any] = {"pretrained_model_name_or_path": str(path)}
-    if path.suffix == ".gguf":
-        source = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-    tokenizer = AutoTokenizer.from_pretrained(
-        **source, trust_remote_code=False, local_files_only=True
-    )
-    return cast(Tokenizer, tokenizer)
 
 
 def _byte_alphabet() -> dict[str, int]:
@@ -180,14 +141,13 @@ class TextCodec:
         """The prompt text of a conversation, by the tokenizer's own template (sandboxed).
 
         Raises:
-            ApiError: 400; there is no template, or it refuses these messages.
+            InvalidRequest: there is no template, or it refuses these messages.
         """
         if not self.has_chat_template:
-            raise ApiError(
-                400,
+            raise InvalidRequest(
                 "This model has no chat template (it is probably a base model); "
                 "use /v1/completions.",
-                param="messages",
+                "messages",
             )
         try:
             text = self._tokenizer.apply_chat_template(
@@ -198,10 +158,8 @@ class TextCodec:
             )
         except Exception as error:  # a template is a program and may raise anything
             reason = ascii(str(error))[:200]
-            raise ApiError(
-                400,
-                f"The model's chat template refuses these messages: {reason}.",
-                param="messages",
+            raise InvalidRequest(
+                f"The model's chat template refuses these messages: {reason}.", "messages"
             ) from None
         return cast(str, text)
 

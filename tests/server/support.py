@@ -30,7 +30,7 @@ from engine.types import (
     Tokens,
 )
 from server.api.app import create_app
-from server.api.context import ServerOptions
+from server.api.options import ServerOptions
 from server.metrics.registry import Metrics
 
 MODEL = "tests/fake-model"

@@ -13,9 +13,9 @@ from engine.errors import ConfigurationError
 from engine.types import EngineInfo
 from server.api.access import OPEN_PATHS
 from server.api.app import create_app
-from server.api.context import ServerOptions
 from server.api.keys import read_keys
-from server.text.codec import Tokenizer
+from server.api.options import ServerOptions
+from server.text.tokenizer import Tokenizer
 from tests.server.support import (
     MODEL,
     TEXT,

@@ -9,9 +9,9 @@ import yaml
 
 from engine.config import EngineConfig
 from engine.errors import ConfigurationError
-from server.api.context import ServerOptions
-from server.cli import make_parser
+from server.api.options import ServerOptions
 from server.cli.configure import flag_of, load_settings
+from server.cli.parser import make_parser
 from server.cli.settings import Settings
 from server.cli.values import is_loopback, parse_size
 
