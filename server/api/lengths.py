@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from engine.errors import ContextLengthExceeded
@@ -27,6 +27,34 @@ class Count:
     samples: int
     logprobs: int | None
     prompt_logprobs: int | None
+
+
+def most_characters(longest_token: int | None, info: EngineInfo) -> int | None:
+    """Characters beyond which no text fits the context; None = any text may fit.
+
+    Args:
+        longest_token: the most characters that one token stands for.
+    """
+    return None if longest_token is None else longest_token * info.max_model_len
+
+
+def check_characters(
+    texts: Iterable[str], longest_token: int | None, info: EngineInfo, param: str
+) -> None:
+    """Refuses, before they are tokenised, texts that cannot fit the context.
+
+    Raises:
+        ContextLengthExceeded: one is too long, however few tokens it makes.
+    """
+    most = most_characters(longest_token, info)
+    longest = max(map(len, texts), default=0)
+    if most is not None and longest > most:
+        raise ContextLengthExceeded(
+            f"This model's maximum context length is {info.max_model_len} tokens of at most "
+            f"{longest_token} characters each. However, {param} has {longest} characters, and at "
+            f"most {most} can fit. Shorten it.",
+            param,
+        )
 
 
 def truncated(

@@ -10,11 +10,12 @@ from starlette.responses import JSONResponse, Response
 from typing_extensions import TypedDict
 
 from server.api.body import StrictRoute
-from server.api.checks import check_model, plain_messages
+from server.api.checks import check_model, plain_messages, require
 from server.api.context import ServerContext
 from server.api.errors import ApiError
+from server.api.lengths import check_characters
+from server.api.sampling import check_token_ids
 from server.api.schemas import DetokenizeRequest, TokenizeRequest
-from server.api.translate import check_token_ids
 from server.text.codec import TextCodec
 from server.version import version
 
@@ -115,7 +116,8 @@ def _add_tokenizer(router: APIRouter, context: ServerContext) -> None:
         """The token ids of a text or of a conversation."""
         codec = context.codec()
         check_model(context, body.model)
-        text = _text_to_tokenize(codec, body)
+        text, field = await _text_to_tokenize(codec, body)
+        check_characters([text], codec.longest_token, context.engine.info, field)
         special = body.add_special_tokens
         if special is None:
             special = body.messages is None
@@ -134,21 +136,31 @@ def _add_tokenizer(router: APIRouter, context: ServerContext) -> None:
         """The text of token ids; special tokens are written out."""
         codec = context.codec()
         check_model(context, body.model)
-        check_token_ids(body.tokens, context.engine.info, "tokens")
+        info = context.engine.info
+        require(
+            len(body.tokens) <= info.max_model_len,
+            "tokens",
+            f"a list of {len(body.tokens)} ids",
+            f"no longer than the context, {info.max_model_len}",
+        )
+        check_token_ids(body.tokens, info, "tokens")
         text = codec.decode(body.tokens, skip_special_tokens=False)
         return {"prompt": text, "content": text}
 
 
-def _text_to_tokenize(codec: TextCodec, body: TokenizeRequest) -> str:
-    given = [v for v in (body.prompt, body.content, body.messages) if v is not None]
-    if len(given) > 1:
+async def _text_to_tokenize(codec: TextCodec, body: TokenizeRequest) -> tuple[str, str]:
+    """The text, and the field it came from."""
+    fields = [name for name in ("prompt", "content", "messages") if getattr(body, name) is not None]
+    if len(fields) > 1:
         raise ApiError(400, "Send only one of prompt, content and messages.", param="prompt")
+    if not fields:
+        raise ApiError(400, "Send prompt, content or messages.", param="prompt")
+    [field] = fields
     if body.messages is not None:
-        return codec.render_chat(
+        text = await codec.write_chat(
             plain_messages(body.messages),
             add_generation_prompt=body.add_generation_prompt is not False,
         )
-    text = body.prompt if body.prompt is not None else body.content
-    if text is None:
-        raise ApiError(400, "Send prompt, content or messages.", param="prompt")
-    return text
+        return text, field
+    text = getattr(body, field)
+    return text, field

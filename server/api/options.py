@@ -15,7 +15,7 @@ class ServerOptions:
         max_body_bytes: largest request body; more is answered with 413.
         default_max_tokens: `max_tokens` of a completion that names none (OpenAI: 16).
         max_stop_strings: stop strings one request may name.
-        max_stop_length: characters one stop string may have.
+        max_stop_length: characters one stop string or bad word may have.
         max_logprobs: most alternates per position, for output and prompt.
         max_prompts: prompts in one completion request.
         max_choices: prompts times samples (`n` or `best_of`) in one request.

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 import time
 import uuid
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.errors import InvalidRequest
@@ -24,13 +23,12 @@ from server.api.checks import (
 from server.api.context import ServerContext
 from server.api.errors import ApiError, quote
 from server.api.generation import Job
-from server.api.lengths import Count, max_tokens, truncated
+from server.api.lengths import Count, check_characters, max_tokens, most_characters, truncated
 from server.api.options import ServerOptions
+from server.api.sampling import check_token_ids, sampling_params
 from server.api.schemas import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from server.text.choice import TextRules
 from server.text.codec import TextCodec
-
-_TOKEN_KEY = re.compile(r"0|[1-9][0-9]{0,9}")  # one spelling, so that no id comes twice
 
 
 async def completion_job(context: ServerContext, codec: TextCodec, body: CompletionRequest) -> Job:
@@ -68,9 +66,12 @@ async def completion_job(context: ServerContext, codec: TextCodec, body: Complet
     )
     check_choices(options, samples, len(items))
     texts = [item for item in items if isinstance(item, str)]
+    if body.truncate_prompt_tokens is None:
+        check_characters(texts, codec.longest_token, context.engine.info, "prompt")
+    wishes = await _wishes(context, codec, body, count)
     add_special = body.add_special_tokens is not False
     prompts = await codec.encode(texts, add_special_tokens=add_special) if texts else list(items)
-    return await _job(context, codec, body, count, prompts, texts)
+    return _job(context.engine.info, body, count, wishes, prompts, texts)
 
 
 async def chat_job(context: ServerContext, codec: TextCodec, body: ChatCompletionRequest) -> Job:
@@ -102,55 +103,65 @@ async def chat_job(context: ServerContext, codec: TextCodec, body: ChatCompletio
             "continue_final_message and add_generation_prompt exclude each other.",
             param="continue_final_message",
         )
-    text = codec.render_chat(
+    wishes = await _wishes(context, codec, body, count)
+    text = await codec.write_chat(
         plain_messages(body.messages),
         add_generation_prompt=body.add_generation_prompt is not False and not continued,
         continue_final_message=continued,
     )
+    if body.truncate_prompt_tokens is None:
+        check_characters([text], codec.longest_token, context.engine.info, "messages")
     # The template has written the special tokens already.
     prompts = await codec.encode([text], add_special_tokens=bool(body.add_special_tokens))
-    return await _job(context, codec, body, count, prompts, [text])
-
-
-def check_token_ids(ids: Sequence[int], info: EngineInfo, param: str) -> None:
-    """Raises unless every id is in the model's vocabulary."""
-    bad = next((token for token in ids if not 0 <= token < info.vocab_size), None)
-    if bad is not None:
-        shown = bad if abs(bad) < 2**63 else "a huge number"
-        raise InvalidRequest(
-            f"{param} holds the token id {shown}, which is out of vocabulary; ids go from 0 to "
-            f"{info.vocab_size - 1}.",
-            param,
-        )
+    return _job(context.engine.info, body, count, wishes, prompts, [text])
 
 
 # -------------------------------------------------------------------------- the engine's side
 
 
-async def _job(
-    context: ServerContext,
-    codec: TextCodec,
+@dataclass(frozen=True, slots=True)
+class _Wishes:
+    """What a request asks for besides its prompts; `sampling` lacks their `max_tokens`."""
+
+    sampling: SamplingParams
+    speculation: SpeculationParams
+    rules: TextRules
+
+
+async def _wishes(
+    context: ServerContext, codec: TextCodec, body: GenerationRequest, count: Count
+) -> _Wishes:
+    """What is quick to check, before prompts are tokenised."""
+    rules = _text_rules(context.options, body, context.engine.info)
+    return _Wishes(
+        sampling=await sampling_params(context, codec, body, count),
+        speculation=await _speculation(codec, body, context.engine.info),
+        rules=rules,
+    )
+
+
+def _job(
+    info: EngineInfo,
     body: GenerationRequest,
     count: Count,
+    wishes: _Wishes,
     prompts: Sequence[Sequence[int]],
     texts: Sequence[str],
 ) -> Job:
-    info, arrival, unique = context.engine.info, time.monotonic(), uuid.uuid4().hex
-    for prompt in prompts:
-        check_token_ids(prompt, info, "prompt")
-    sampling = await _sampling(context, codec, body, count)
-    speculation = await _speculation(codec, body, info)
+    arrival, unique = time.monotonic(), uuid.uuid4().hex
     requests = []
     for index, prompt in enumerate(prompts):
         kept = truncated(
             prompt, count, info, keep=body.truncate_prompt_tokens, side=body.truncation_side
         )
+        limit = max_tokens(len(kept), count, info)  # what cannot fit is not looked at
+        check_token_ids(kept, info, "prompt")
         requests.append(
             Request(
                 request_id=f"{unique}-{index}",
                 prompt=tuple(kept),
-                sampling=replace(sampling, max_tokens=max_tokens(len(kept), count, info)),
-                speculation=speculation,
+                sampling=replace(wishes.sampling, max_tokens=limit),
+                speculation=wishes.speculation,
                 priority=body.priority or 0,
                 cache_salt=body.cache_salt or "",
                 arrival=arrival,
@@ -159,89 +170,9 @@ async def _job(
     whole = bool(texts) and body.truncate_prompt_tokens is None
     return Job(
         requests=tuple(requests),
-        rules=_text_rules(context.options, body, info),
+        rules=wishes.rules,
         prompt_texts=tuple(texts) if whole else (None,) * len(requests),
     )
-
-
-async def _sampling(
-    context: ServerContext, codec: TextCodec, body: GenerationRequest, count: Count
-) -> SamplingParams:
-    """Everything but `max_tokens`, which depends on the prompt."""
-    info, options = context.engine.info, context.options
-    for name in ("stop_token_ids", "allowed_token_ids"):
-        ids = getattr(body, name)
-        if ids is not None and name == "stop_token_ids":
-            _few(options, name, len(ids))
-        check_token_ids(ids or (), info, name)
-    allowed = body.allowed_token_ids
-    given = {
-        name: value
-        for name in (
-            "temperature",
-            "top_p",
-            "min_p",
-            "repetition_penalty",
-            "presence_penalty",
-            "frequency_penalty",
-            "min_tokens",
-        )
-        if (value := getattr(body, name)) is not None
-    }
-    try:
-        return SamplingParams(
-            **given,
-            max_tokens=count.max_tokens if count.max_tokens is not None else 2**31 - 1,
-            top_k=0 if body.top_k in (None, -1) else body.top_k,
-            logit_bias=_logit_bias(options, body, info),
-            allowed_token_ids=None if allowed is None else frozenset(allowed),
-            bad_words=await _bad_words(options, codec, body),
-            ignore_eos=bool(body.ignore_eos),
-            stop_token_ids=frozenset(body.stop_token_ids or ()),
-            seed=body.seed,
-            n=count.samples,
-            logprobs=count.logprobs,
-            prompt_logprobs=count.prompt_logprobs,
-        )
-    except InvalidRequest as error:
-        if error.param != "max_tokens" or count.field == "max_tokens":
-            raise
-        message = str(error).replace("max_tokens", count.field, 1)
-        raise InvalidRequest(message, count.field) from None
-
-
-def _logit_bias(
-    options: ServerOptions, body: GenerationRequest, info: EngineInfo
-) -> dict[int, float]:
-    bias = body.logit_bias or {}
-    _few(options, "logit_bias", len(bias))
-    bad = next((key for key in bias if not _TOKEN_KEY.fullmatch(key)), None)
-    if bad is not None:
-        raise InvalidRequest(
-            f'logit_bias has the key {quote(bad)}; keys must be token ids such as "50256".',
-            "logit_bias",
-        )
-    ids = {int(key): value for key, value in bias.items()}
-    check_token_ids(list(ids), info, "logit_bias")
-    return ids
-
-
-async def _bad_words(
-    options: ServerOptions, codec: TextCodec, body: GenerationRequest
-) -> tuple[tuple[int, ...], ...]:
-    """Each word as it is spelled at the start of a text and after a space."""
-    words = body.bad_words or []
-    _few(options, "bad_words", len(words))
-    stripped = [word.lstrip() for word in words]
-    require(all(stripped), "bad_words", "an empty word", "a list of non-empty words")
-    spellings = [prefix + word for word in stripped for prefix in ("", " ")]
-    encoded = await codec.encode(spellings, add_special_tokens=False)
-    return tuple(dict.fromkeys(tuple(ids) for ids in encoded))
-
-
-def _few(options: ServerOptions, param: str, count: int) -> None:
-    most = options.max_token_list
-    require(count <= most, param, f"a collection of {count}", f"at most {most} entries")
 
 
 def _text_rules(options: ServerOptions, body: GenerationRequest, info: EngineInfo) -> TextRules:
@@ -276,7 +207,9 @@ async def _speculation(
     asked, prediction = body.speculation, body.prediction
     tokens: Sequence[int] = ()
     if prediction is not None:
-        [tokens] = await codec.encode([joined(prediction.content)], add_special_tokens=False)
+        # What lies beyond the context can never be generated.
+        text = joined(prediction.content)[: most_characters(codec.longest_token, info)]
+        [tokens] = await codec.encode([text], add_special_tokens=False)
     drafter = asked.drafter if asked is not None else None
     if drafter is not None and drafter not in (*info.drafters, "none"):
         loaded = ", ".join([*info.drafters, "none"])
@@ -288,6 +221,5 @@ async def _speculation(
         enabled=asked.enabled if asked is not None else None,
         drafter=drafter,
         max_draft=asked.max_draft if asked is not None else None,
-        # What lies beyond the context can never be generated.
         prediction=tuple(tokens[: info.max_model_len]),
     )

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 from engine.errors import InvalidRequest
 from server.text.decode import ByteDetokenizer, Detokenizer, WindowDetokenizer
-from server.text.tokenizer import Tokenizer
-
-#: Texts longer than this are tokenised in a worker thread.
-OFFLOAD_CHARACTERS = 16_384
+from server.text.lanes import Lanes
+from server.text.longest import longest_token
+from server.text.tokenizer import Tokenizer, byte_alphabet
 
 #: Prompt tokens that give the output its context where decoding needs one.
 CONTEXT_TOKENS = 8
@@ -21,15 +18,7 @@ CONTEXT_TOKENS = 8
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
-def _byte_alphabet() -> dict[str, int]:
-    """The printable stand-ins that byte-level BPE vocabularies use for the 256 bytes."""
-    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = (byte for byte in range(256) if byte not in plain)
-    shifted = {chr(256 + index): byte for index, byte in enumerate(others)}
-    return {chr(byte): byte for byte in plain} | shifted
-
-
-_ALPHABET = _byte_alphabet()
+_ALPHABET = byte_alphabet()
 
 
 class TextCodec:
@@ -48,8 +37,9 @@ class TextCodec:
         self._bytes: dict[int, bytes] = {}
         self._texts: dict[int, str] = {}
         self._anchor = tokenizer.encode("a", add_special_tokens=False)
-        # One thread: Hugging Face tokenizers do not promise to be thread-safe.
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="tokenizer")
+        self._lanes = Lanes()
+        #: The most characters that one token can stand for; None = there is no bound.
+        self.longest_token = longest_token(tokenizer)
 
     @property
     def has_chat_template(self) -> bool:
@@ -57,11 +47,16 @@ class TextCodec:
         return bool(self._tokenizer.chat_template)
 
     async def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
-        """Token ids of every text; long texts do not block the event loop."""
-        if sum(map(len, texts)) <= OFFLOAD_CHARACTERS:
+        """Token ids of every text; long texts hold up neither the event loop nor short ones.
+
+        Raises:
+            Overloaded: too much waits for the tokenizer already.
+        """
+
+        def work() -> list[list[int]]:
             return self._encode_all(texts, add_special_tokens)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._worker, self._encode_all, texts, add_special_tokens)
+
+        return await self._lanes.run(sum(map(len, texts)), work)
 
     def _encode_all(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
         encode = self._tokenizer.encode
@@ -130,6 +125,16 @@ class TextCodec:
         if token_id >= self._known:
             return ""
         return self._tokenizer.convert_ids_to_tokens(token_id) or ""
+
+    async def write_chat(self, messages: Sequence[Mapping[str, str]], **how: bool) -> str:
+        """`render_chat`, where long conversations hold up neither the event loop nor short ones.
+
+        Raises:
+            InvalidRequest: as there.
+            Overloaded: too much waits already.
+        """
+        characters = sum(len(value) for message in messages for value in message.values())
+        return await self._lanes.run(characters, lambda: self.render_chat(messages, **how))
 
     def render_chat(
         self,

@@ -43,3 +43,11 @@ def load_tokenizer(model_path: str) -> Tokenizer:
         **source, trust_remote_code=False, local_files_only=True
     )
     return cast(Tokenizer, tokenizer)
+
+
+def byte_alphabet() -> dict[str, int]:
+    """The printable stand-ins that byte-level BPE vocabularies use for the 256 bytes."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = (byte for byte in range(256) if byte not in plain)
+    shifted = {chr(256 + index): byte for index, byte in enumerate(others)}
+    return {chr(byte): byte for byte in plain} | shifted
