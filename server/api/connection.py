@@ -3,6 +3,11 @@
 uvicorn bounds how long a connection may stay idle between two requests, but waits for ever for
 the first byte, for the rest of the headers, and for the rest of a body that nobody reads. Its
 own refusals are plain text. Both are mended here.
+
+When all places are taken, a newcomer gets the place of the connection that has owed a request
+for the longest time, else of the one that has been idle for the longest. If all are being
+answered, a few spare places are left, in which only the probes of an orchestrator are answered:
+a crowd must not make a healthy server look like a dead one.
 """
 
 from __future__ import annotations
@@ -11,18 +16,26 @@ import asyncio
 import json
 import socket
 import sys
-from dataclasses import dataclass
+from collections.abc import MutableMapping
+from dataclasses import dataclass, field
 from http import HTTPStatus
 
 import h11
+from starlette.datastructures import MutableHeaders
+from starlette.types import Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from server.api.access import OPEN_PATHS
 from server.api.errors import ApiError
+from server.api.target import resolve_target
 from server.metrics.registry import Metrics
 
 #: After a refusal, what the client still sends is thrown away for so long: closing at once
 #: would reset the connection, and the client might never see the answer.
 _LINGER_SECONDS = 2.0
+
+#: Connections beyond the limit that wait for their request, and as many that linger.
+SPARE_PLACES = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +43,8 @@ class ConnectionLimits:
     """What one client and all of them together may take.
 
     Args:
-        connections: open at once; more are answered with 503 and closed.
+        connections: open at once; beyond it, only the open paths are answered, and
+            everything else with 503.
         request_seconds: for the headers to arrive, and to finish a body nobody reads.
         unread_seconds: for a client to accept bytes that wait for it (where the kernel can).
         metrics: where refusals are counted.
@@ -47,30 +61,99 @@ def connection_class(limits: ConnectionLimits) -> type[asyncio.Protocol]:
 
     class LimitedConnection(_Connection):
         _limits = limits
+        _places = _Places()
 
     return LimitedConnection
 
 
+_Group = MutableMapping["_Connection", None]  # those that came first are first
+
+
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """Connections that are not being answered, by what they do instead.
+
+    Args:
+        owing: their request, or the rest of it, is still to come.
+        idle: they have been answered, and may ask again.
+        spare: beyond the limit; waiting for their request or being answered.
+        lingering: refused; what they still send is thrown away.
+    """
+
+    owing: _Group = field(default_factory=dict)
+    idle: _Group = field(default_factory=dict)
+    spare: _Group = field(default_factory=dict)
+    lingering: _Group = field(default_factory=dict)
+
+    def leave(self, connection: _Connection) -> None:
+        for group in (self.owing, self.idle, self.spare, self.lingering):
+            group.pop(connection, None)
+
+
 class _Connection(H11Protocol):
     _limits: ConnectionLimits
+    _places: _Places
     _timer: asyncio.TimerHandle | None = None
     _refused = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         _bound_unread(transport, self._limits.unread_seconds)
-        if len(self.connections) > self._limits.connections:
-            self._refuse(
-                "connections",
-                ApiError(
-                    503,
-                    f"{self._limits.connections} connections are open, the server's limit.",
-                    code="overloaded",
-                    headers={"Retry-After": "1"},
-                ),
-            )
+        if len(self.connections) - len(self._places.spare) > self._limits.connections:
+            self._find_place()
+        self._watch()
+
+    def _find_place(self) -> None:
+        """Takes the place of a connection that asks for nothing, or a spare one."""
+        places = self._places
+        for group in (places.owing, places.idle):
+            if group:
+                next(iter(group))._give_way()
+                return
+        if len(places.spare) >= SPARE_PLACES:
+            waiting = next((other for other in places.spare if not other._answering), self)
+            waiting._give_way()
+        if not self._refused:
+            places.spare[self] = None
+            self.app = self._answer_probes
+
+    async def _answer_probes(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The application of a connection in a spare place."""
+        resolve_target(scope)
+        if scope["path"] not in OPEN_PATHS:
+            self._refuse("connections", self._full())
+            return
+
+        async def send_last(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message)["connection"] = "close"
+            await send(message)
+
+        await self.config.loaded_app(scope, receive, send_last)
+
+    def _full(self) -> ApiError:
+        return ApiError(
+            503,
+            f"{self._limits.connections} connections are open, the server's limit.",
+            code="overloaded",
+            headers={"Retry-After": "1"},
+        )
+
+    def _give_way(self) -> None:
+        """Hangs up; a client whose request has not arrived yet is told why."""
+        if self.conn.our_state is h11.IDLE and self not in self._places.idle:
+            self._refuse("connections", self._full())
         else:
-            self._watch()
+            self._limits.metrics.rejected("connections")
+            self._depart()
+            self.transport.close()
+
+    def _depart(self) -> None:
+        """Is no longer counted, though the socket may be open for a while."""
+        self._refused = True
+        self.connections.discard(self)
+        self._places.leave(self)
+        self._stop_watching()
 
     def data_received(self, data: bytes) -> None:
         if not self._refused:
@@ -82,6 +165,7 @@ class _Connection(H11Protocol):
         self._watch()
 
     def connection_lost(self, exc: Exception | None) -> None:
+        self._places.leave(self)
         self._stop_watching()
         super().connection_lost(exc)
 
@@ -105,10 +189,18 @@ class _Connection(H11Protocol):
         """Runs the timer while the client owes bytes that nothing else waits for."""
         if self._refused:
             return
-        if self._answering or self.timeout_keep_alive_task or self.transport.is_closing():
+        places, closing = self._places, self.transport.is_closing()
+        idle = self.timeout_keep_alive_task is not None
+        owing = not (self._answering or idle or closing)
+        if not owing:
             self._stop_watching()
         elif self._timer is None:
             self._timer = self.loop.call_later(self._limits.request_seconds, self.transport.close)
+        for group, belongs in ((places.owing, owing), (places.idle, idle and not closing)):
+            if belongs and self not in places.spare:
+                group.setdefault(self)
+            else:
+                group.pop(self, None)
 
     def _stop_watching(self) -> None:
         if self._timer is not None:
@@ -133,10 +225,12 @@ class _Connection(H11Protocol):
         if self._answering:  # the application waits for a body that will not come
             self.cycle.disconnected = True
             self.cycle.message_event.set()
-        self._refused = True
-        self.connections.discard(self)
-        self._stop_watching()
-        self._timer = self.loop.call_later(_LINGER_SECONDS, self.transport.close)
+        self._depart()
+        if len(self._places.lingering) < SPARE_PLACES:
+            self._places.lingering[self] = None
+            self._timer = self.loop.call_later(_LINGER_SECONDS, self.transport.close)
+        else:
+            self.transport.close()
 
 
 def _bound_unread(transport: asyncio.Transport, seconds: float) -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from engine.errors import ContextLengthExceeded
 from engine.types import EngineInfo
 from server.api.checks import require
+from server.text.codec import TextCodec
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,32 +30,20 @@ class Count:
     prompt_logprobs: int | None
 
 
-def most_characters(longest_token: int | None, info: EngineInfo) -> int | None:
-    """Characters beyond which no text fits the context; None = any text may fit.
-
-    Args:
-        longest_token: the most characters that one token stands for.
-    """
-    return None if longest_token is None else longest_token * info.max_model_len
-
-
-def check_characters(
-    texts: Iterable[str], longest_token: int | None, info: EngineInfo, param: str
-) -> None:
+def check_texts(texts: Iterable[str], codec: TextCodec, info: EngineInfo, param: str) -> None:
     """Refuses, before they are tokenised, texts that cannot fit the context.
 
     Raises:
         ContextLengthExceeded: one is too long, however few tokens it makes.
     """
-    most = most_characters(longest_token, info)
-    longest = max(map(len, texts), default=0)
-    if most is not None and longest > most:
-        raise ContextLengthExceeded(
-            f"This model's maximum context length is {info.max_model_len} tokens of at most "
-            f"{longest_token} characters each. However, {param} has {longest} characters, and at "
-            f"most {most} can fit. Shorten it.",
-            param,
-        )
+    limit = info.max_model_len
+    for text in texts:
+        if (least := codec.least_tokens(text)) > limit:
+            raise ContextLengthExceeded(
+                f"This model's maximum context length is {limit} tokens. However, {param} has "
+                f"{len(text)} characters, which make at least {least} tokens. Shorten it.",
+                param,
+            )
 
 
 def truncated(

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from server.api.access import OPEN_PATHS
 from server.api.errors import ApiError, error_response, to_api_error
 from server.api.options import ServerOptions
+from server.api.target import resolve_target
 from server.api.usage import summary
 from server.logs import log_request
 from server.metrics.registry import Metrics
@@ -46,9 +47,10 @@ def safe_id(value: str | None) -> str:
 class RequestGuard:
     """Wraps the whole application.
 
-    Every response carries `x-request-id`; requests that are too large or come too slowly are
-    refused before they have been read; an unexpected exception is logged and answered with a
-    500 that gives nothing away; every request is counted and logged.
+    Every response carries `x-request-id`; HEAD is answered wherever GET is; requests that are
+    too large or come too slowly are refused before they have been read; an unexpected exception
+    is logged and answered with a 500 that gives nothing away; every request is counted and
+    logged.
     """
 
     def __init__(self, app: ASGIApp, *, options: ServerOptions, metrics: Metrics) -> None:
@@ -61,6 +63,10 @@ class RequestGuard:
             await self._app(scope, receive, send)
             return
         started = time.monotonic()
+        resolve_target(scope)
+        method = scope["method"]
+        if method == "HEAD":
+            scope["method"] = "GET"  # the same answer, of which only the head is sent
         headers = Headers(scope=scope)
         request_id = safe_id(headers.get("x-request-id"))
         state: dict[str, Any] = scope.setdefault("state", {})
@@ -72,6 +78,8 @@ class RequestGuard:
             if message["type"] == "http.response.start":
                 status = message["status"]
                 MutableHeaders(scope=message)["x-request-id"] = request_id
+            elif method == "HEAD" and message["type"] == "http.response.body":
+                message = {**message, "body": b""}
             await send(message)
 
         try:
@@ -86,11 +94,11 @@ class RequestGuard:
             if status == 0:
                 await error_response(translated)(scope, receive, send_with_id)
         finally:
-            self._settle(scope, status, time.monotonic() - started)
+            self._settle(scope, method, status, time.monotonic() - started)
 
-    def _settle(self, scope: Scope, status: int, seconds: float) -> None:
+    def _settle(self, scope: Scope, method: str, status: int, seconds: float) -> None:
         """Counts and logs a request that is over; status 0 = nobody waited for an answer."""
-        method = scope["method"] if scope["method"] in _METHODS else "other"
+        method = method if method in _METHODS else "other"
         handler = getattr(scope.get("route"), "path", "unknown")
         self._metrics.http_answered(handler, method, status, seconds)
         state = scope["state"]

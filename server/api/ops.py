@@ -13,7 +13,7 @@ from server.api.body import StrictRoute
 from server.api.checks import check_model, plain_messages, require
 from server.api.context import ServerContext
 from server.api.errors import ApiError
-from server.api.lengths import check_characters
+from server.api.lengths import check_texts
 from server.api.sampling import check_token_ids
 from server.api.schemas import DetokenizeRequest, TokenizeRequest
 from server.text.codec import TextCodec
@@ -117,7 +117,7 @@ def _add_tokenizer(router: APIRouter, context: ServerContext) -> None:
         codec = context.codec()
         check_model(context, body.model)
         text, field = await _text_to_tokenize(codec, body)
-        check_characters([text], codec.longest_token, context.engine.info, field)
+        check_texts([text], codec, context.engine.info, field)
         special = body.add_special_tokens
         if special is None:
             special = body.messages is None

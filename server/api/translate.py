@@ -23,7 +23,7 @@ from server.api.checks import (
 from server.api.context import ServerContext
 from server.api.errors import ApiError, quote
 from server.api.generation import Job
-from server.api.lengths import Count, check_characters, max_tokens, most_characters, truncated
+from server.api.lengths import Count, check_texts, max_tokens, truncated
 from server.api.options import ServerOptions
 from server.api.sampling import check_token_ids, sampling_params
 from server.api.schemas import ChatCompletionRequest, CompletionRequest, GenerationRequest
@@ -67,7 +67,7 @@ async def completion_job(context: ServerContext, codec: TextCodec, body: Complet
     check_choices(options, samples, len(items))
     texts = [item for item in items if isinstance(item, str)]
     if body.truncate_prompt_tokens is None:
-        check_characters(texts, codec.longest_token, context.engine.info, "prompt")
+        check_texts(texts, codec, context.engine.info, "prompt")
     wishes = await _wishes(context, codec, body, count)
     add_special = body.add_special_tokens is not False
     prompts = await codec.encode(texts, add_special_tokens=add_special) if texts else list(items)
@@ -110,7 +110,7 @@ async def chat_job(context: ServerContext, codec: TextCodec, body: ChatCompletio
         continue_final_message=continued,
     )
     if body.truncate_prompt_tokens is None:
-        check_characters([text], codec.longest_token, context.engine.info, "messages")
+        check_texts([text], codec, context.engine.info, "messages")
     # The template has written the special tokens already.
     prompts = await codec.encode([text], add_special_tokens=bool(body.add_special_tokens))
     return _job(context.engine.info, body, count, wishes, prompts, [text])
@@ -208,7 +208,7 @@ async def _speculation(
     tokens: Sequence[int] = ()
     if prediction is not None:
         # What lies beyond the context can never be generated.
-        text = joined(prediction.content)[: most_characters(codec.longest_token, info)]
+        text = codec.beginning(joined(prediction.content), info.max_model_len)
         [tokens] = await codec.encode([text], add_special_tokens=False)
     drafter = asked.drafter if asked is not None else None
     if drafter is not None and drafter not in (*info.drafters, "none"):

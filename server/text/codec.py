@@ -9,7 +9,7 @@ from typing import Any, cast
 from engine.errors import InvalidRequest
 from server.text.decode import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from server.text.lanes import Lanes
-from server.text.longest import longest_token
+from server.text.least import text_bound
 from server.text.tokenizer import Tokenizer, byte_alphabet
 
 #: Prompt tokens that give the output its context where decoding needs one.
@@ -38,8 +38,7 @@ class TextCodec:
         self._texts: dict[int, str] = {}
         self._anchor = tokenizer.encode("a", add_special_tokens=False)
         self._lanes = Lanes()
-        #: The most characters that one token can stand for; None = there is no bound.
-        self.longest_token = longest_token(tokenizer)
+        self._bound = text_bound(tokenizer)
 
     @property
     def has_chat_template(self) -> bool:
@@ -57,6 +56,14 @@ class TextCodec:
             return self._encode_all(texts, add_special_tokens)
 
         return await self._lanes.run(sum(map(len, texts)), work)
+
+    def least_tokens(self, text: str) -> int:
+        """The fewest tokens that `text` can make, without tokenising it; 0 if that is unknown."""
+        return 0 if self._bound is None else self._bound.least_tokens(text)
+
+    def beginning(self, text: str, tokens: int) -> str:
+        """So much of `text` that it makes `tokens` tokens, if the whole does and that is known."""
+        return text if self._bound is None else text[: tokens * self._bound.per_token]
 
     def _encode_all(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
         encode = self._tokenizer.encode

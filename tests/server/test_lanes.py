@@ -20,7 +20,7 @@ from engine.errors import Overloaded
 from server.api.app import create_app
 from server.metrics.registry import Metrics
 from server.text import lanes
-from server.text.longest import longest_token
+from server.text.least import TextBound, text_bound
 from server.text.tokenizer import byte_alphabet
 from tests.server.benches import assert_envelope
 from tests.server.support import MODEL, FakeEngine, call, make_info, make_tokenizer, wait_until
@@ -52,14 +52,15 @@ BOUNDED = [
     bytes_like(normalizers.NFC()),
     bytes_like(normalizers.Sequence([normalizers.NFKC(), normalizers.Replace(" ", "__")])),
     bytes_like(pre_tokenizer=pre_tokenizers.Split(Regex(r"\d|\s+"), "isolated")),
+    bytes_like(missing="zĤÎ"),  # a letter, a control character and a byte of Greek
     bytes_like(pre_tokenizer=pre_tokenizers.Digits(individual_digits=True)),
 ]
 
 
 @pytest.mark.parametrize("tokenizer", BOUNDED, ids=range(len(BOUNDED)))
 def test_no_text_is_longer_than_its_tokens_can_be(tokenizer: PreTrainedTokenizerFast) -> None:
-    longest = longest_token(tokenizer)
-    assert longest is not None
+    bound = text_bound(tokenizer)
+    assert bound is not None
     texts = st.text(
         st.one_of(st.characters(codec="utf-8"), st.sampled_from(" the\N{COMBINING ACUTE ACCENT}α"))
     )
@@ -68,16 +69,23 @@ def test_no_text_is_longer_than_its_tokens_can_be(tokenizer: PreTrainedTokenizer
     @given(texts)
     def check(text: str) -> None:
         tokens = tokenizer.encode(text, add_special_tokens=False)
-        assert len(text) <= longest * len(tokens)
+        assert bound.least_tokens(text) <= len(tokens)
 
     check()
+
+
+def test_what_is_dropped_makes_no_token_and_the_rest_is_counted_in_bytes() -> None:
+    bound = text_bound(bytes_like(missing="z"))
+    assert bound == TextBound(3, b"z")
+    assert bound.least_tokens("z" * 10**6) == 0
+    assert bound.least_tokens("z日zz本") == 2
 
 
 def test_a_composed_character_stands_for_four() -> None:
     tokenizer = bytes_like(normalizers.NFC())
     text = "\u03b1\u0313\u0300\u0345" * 100  # an alpha and three marks
     per_token = len(text) / len(tokenizer.encode(text, add_special_tokens=False))
-    assert longest_token(tokenizer) == 3 * 4
+    assert text_bound(tokenizer) == TextBound(3 * 4, None)
     assert per_token > 1
 
 
@@ -98,7 +106,7 @@ UNBOUNDED = {
     "joins spaces": lambda: bytes_like(normalizers.Replace(Regex(" +"), " ")),
     "strips": lambda: bytes_like(normalizers.Sequence([normalizers.NFC(), normalizers.Strip()])),
     "shortens": lambda: bytes_like(normalizers.Replace("  ", " ")),
-    "drops a byte": lambda: bytes_like(missing="z"),
+    "drops a byte that a normalizer makes": lambda: bytes_like(normalizers.NFC(), missing="z"),
     "a token takes spaces along": swallowing,
     "unknown words": words_or_unknown,
 }
@@ -111,7 +119,7 @@ def test_a_tokenizer_that_drops_text_has_no_bound(kind: str) -> None:
         ["   zzz", " " * 500 + "z" * 500]
     )
     assert len(tokenizer.encode(text, add_special_tokens=False)) < len(text)
-    assert longest_token(tokenizer) is None
+    assert text_bound(tokenizer) is None
 
 
 # ---------------------------------------------------------------------------------- refusals
@@ -149,9 +157,9 @@ def watched(**info: Any) -> tuple[FastAPI, Watched]:
 
 
 def limit() -> int:
-    longest = longest_token(make_tokenizer())
-    assert longest is not None
-    return longest * CONTEXT
+    bound = text_bound(make_tokenizer())
+    assert bound is not None
+    return bound.per_token * CONTEXT
 
 
 TOO_LONG = "x" * (limit() + 1)
@@ -181,8 +189,7 @@ def test_what_cannot_fit_is_refused_unread(path: str, body: dict[str, Any], para
     assert error["param"] == param
     if TOO_LONG in str(body):
         assert error["code"] == "context_length_exceeded"
-        assert str(CONTEXT) in error["message"]
-        assert str(limit()) in error["message"]
+        assert f"context length is {CONTEXT} tokens" in error["message"]
     assert tokenizer.read == []
 
 

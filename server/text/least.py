@@ -1,40 +1,66 @@
-"""How many characters one token can stand for, where that is certain."""
+"""The fewest tokens a text can make, known without tokenising it."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from server.text.tokenizer import Tokenizer, byte_alphabet
 
 #: A composed character (NFC, NFKC) stands for at most so many: a letter and three marks.
 _MOST_COMPOSED = 4
+#: What does not occur in UTF-8.
+_IMPOSSIBLE = {0xC0, 0xC1, *range(0xF5, 0x100)}
 
 
-def longest_token(tokenizer: Tokenizer) -> int | None:
-    """The most characters of a text that a single token can stand for.
+@dataclass(frozen=True, slots=True)
+class TextBound:
+    """How much text one token can stand for.
+
+    Args:
+        per_token: at most so many bytes, or characters.
+        unknown: bytes without a token, which a tokenizer drops; None = characters count.
+    """
+
+    per_token: int
+    unknown: bytes | None
+
+    def least_tokens(self, text: str) -> int:
+        """The fewest tokens that `text` can make."""
+        size = len(text)
+        if self.unknown is not None:
+            size = len(text.encode("utf-8").translate(None, self.unknown))
+        return -(-size // self.per_token)
+
+
+def text_bound(tokenizer: Tokenizer) -> TextBound | None:
+    """The bound that holds for every text.
 
     Returns:
-        A bound that holds for every text; None where there is none, as with tokenizers that
-        drop spaces, make one "unknown" of a whole word, or run without a backend that tells.
+        None where there is none, as with tokenizers that drop spaces, make one "unknown" of a
+        whole word, or run without a backend that tells.
     """
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         return None
-    added = tokenizer.added_tokens_decoder.values()
+    added = list(tokenizer.added_tokens_decoder.values())
     if any(token.lstrip or token.rstrip for token in added):
         return None  # takes any number of spaces with it
     normalizer, pre_tokenizer = _settings(backend.normalizer), _settings(backend.pre_tokenizer)
     as_bytes = '"ByteLevel"' in json.dumps([normalizer, pre_tokenizer])
     shrinking = _shrinking(normalizer)
-    if (
-        shrinking is None
-        or not _keeps_everything(pre_tokenizer)
-        or not _knows_everything(backend.model, as_bytes)
-    ):
+    unknown = _unknown_bytes(backend.model, as_bytes)
+    if shrinking is None or unknown is None or not _keeps_everything(pre_tokenizer):
         return None
-    return shrinking * max(map(len, backend.get_vocab(with_added_tokens=True)))
+    per_token = max(map(len, backend.get_vocab(with_added_tokens=False)))
+    if as_bytes and normalizer is None:
+        of_added = (len(token.content.encode("utf-8")) for token in added)
+        return TextBound(max(per_token, *of_added, 1), unknown)
+    if unknown:
+        return None  # a normalizer may make what is dropped
+    return TextBound(shrinking * max(per_token, *(len(token.content) for token in added), 1), None)
 
 
 def _settings(part: Any) -> Mapping[str, Any] | None:
@@ -43,19 +69,20 @@ def _settings(part: Any) -> Mapping[str, Any] | None:
     return settings
 
 
-def _knows_everything(model: Any, as_bytes: bool) -> bool:
-    """Whether no text is unknown: every byte has a token, and every word is made of bytes."""
+def _unknown_bytes(model: Any, as_bytes: bool) -> bytes | None:
+    """Bytes that have no token and are dropped; None = a whole text may be unknown."""
     if type(model).__name__ != "BPE":
-        return False
+        return None
     if model.continuing_subword_prefix or model.end_of_word_suffix:
-        return False  # a byte has several spellings
+        return None  # a byte has several spellings
     if as_bytes:
-        spellings: Iterable[str] = byte_alphabet()
+        spellings: Iterable[tuple[str, int]] = byte_alphabet().items()
     elif model.byte_fallback:
-        spellings = (f"<0x{byte:02X}>" for byte in range(256))
+        spellings = ((f"<0x{byte:02X}>", byte) for byte in range(256))
     else:
-        return False
-    return all(model.token_to_id(spelling) is not None for spelling in spellings)
+        return None
+    missing = {byte for spelling, byte in spellings if model.token_to_id(spelling) is None}
+    return bytes(missing - _IMPOSSIBLE)
 
 
 def _shrinking(normalizer: Mapping[str, Any] | None) -> int | None:
