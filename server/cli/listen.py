@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+import resource
 import socket
 
 from engine.errors import ConfigurationError
 
 BACKLOG = 2048
+
+#: Files that are open besides connections: libraries, weights, logs, refused connections.
+_OTHER_FILES = 512
+
+logger = logging.getLogger("specserve.server")
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -32,3 +39,22 @@ def bind(host: str, port: int) -> socket.socket:
             f"cannot listen on {host} port {port}: {error.strerror}; choose another with --port."
         ) from error
     return listener
+
+
+def allow_files(connections: int) -> None:
+    """Lets this process open as many files as `connections` need, or says that it may not:
+    a process without files accepts nobody, not even a probe."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = connections + _OTHER_FILES
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    allowed = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+    if allowed < needed:
+        logger.warning(
+            "max_connections is %d, but this process may open only %d files; lower it to %d, or "
+            "raise the limit (ulimit -n)",
+            connections,
+            allowed,
+            max(1, allowed - _OTHER_FILES),
+        )

@@ -31,7 +31,7 @@ from server.api.connection import ConnectionLimits, connection_class
 from server.api.context import ServerContext
 from server.api.middleware import MAX_HEADER_BYTES
 from server.cli.console import Console
-from server.cli.listen import BACKLOG, bind
+from server.cli.listen import BACKLOG, allow_files, bind
 from server.cli.load_log import LoadLog
 from server.cli.settings import Settings
 from server.cli.values import is_loopback
@@ -70,6 +70,7 @@ def serve(settings: Settings, directory: Path, model_name: str, console: Console
     Raises:
         ConfigurationError: the port is taken, or two settings do not fit together.
     """
+    allow_files(settings.max_connections)
     with bind(settings.host, settings.port) as listener:
         service = _Service(settings, settings.engine_config(str(directory)), model_name, console)
         return asyncio.run(service.run(listener))
