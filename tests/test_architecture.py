@@ -42,13 +42,12 @@ LAYERS = (
 SERVER_MAY = {"engine.types", "engine.config", "engine.errors", "engine.async_engine"}
 #: ... and what single parts of it need besides: modules that are light, or imported on demand.
 SERVER_MAY_ALSO = {
-    ("server.cli", "engine.model.sources"),
-    ("server.doctor", "engine.model.sources"),
-    ("server.doctor", "engine.draft"),
-    ("server.settings", "engine.draft.registry"),
-    ("server.values", "engine.draft.registry"),
-    ("server.plan", "server.formulas"),
-    ("server.audit", "engine.audit"),
+    ("server.cli.commands", "engine.model.sources"),
+    ("server.cli.doctor", "engine.model.sources"),
+    ("server.cli.doctor", "engine.draft"),
+    ("server.cli.settings", "engine.draft.registry"),
+    ("server.cli.values", "engine.draft.registry"),
+    ("server.cli.audit", "engine.audit"),
 }
 
 #: Modules that only move integers; they must work, and be quick to import, without torch.

@@ -16,7 +16,7 @@ import pytest
 
 from loadtest.arguments import make_parser as loadtest_parser
 from loadtest.options import parse as parse_loadtest
-from server.cli import make_parser
+from server.cli.parser import make_parser
 from tests.end_to_end.serving import PATIENCE, Server, serving_tiny
 
 ROOT = Path(__file__).parent.parent

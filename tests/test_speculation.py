@@ -18,7 +18,7 @@ from engine.errors import EngineUnavailable, RequestFailed
 from engine.meter.meter import Meter
 from engine.status import describe, report
 from engine.types import SpeculationParams, SpeculationReport, StepStats
-from server.speculation import SpeculationStatus
+from server.api.speculation import SpeculationStatus
 from tests.drafters import ScriptedDrafter
 from tests.fakes import Run, ask, make_engine, run
 from tests.test_async_engine import PROMPT, Bench, read, until

@@ -1,4 +1,4 @@
-"""Draws docs/theory.png from the formulas of server.formulas.py.
+"""Draws docs/theory.png from the formulas of server.cli.formulas.py.
 
     pip install matplotlib
     python tools/plot_theory.py            # writes docs/theory.png
@@ -17,7 +17,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from server.formulas import best_draft, roofline, speedup
+from server.cli.formulas import best_draft, roofline, speedup
 
 TARGET = Path(__file__).parent.parent / "docs" / "theory.png"
 

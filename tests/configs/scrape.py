@@ -11,8 +11,8 @@ from tests.server.test_metrics import STEP
 @functools.cache
 def scrape() -> str:
     """The text of /metrics after requests of several kinds and two steps."""
-    from server.app import create_app
-    from server.metrics import Metrics
+    from server.api.app import create_app
+    from server.metrics.registry import Metrics
 
     metrics = Metrics(MODEL)
     app = create_app(FakeEngine(blocks=(2, 1)), make_tokenizer(), MODEL, metrics=metrics)

@@ -13,8 +13,8 @@ import pytest
 import yaml
 from prometheus_client.parser import text_string_to_metric_families
 
-from server.configure import load_settings
-from server.settings import Settings
+from server.cli.configure import load_settings
+from server.cli.settings import Settings
 from tests.configs.scrape import scrape
 
 ROOT = Path(__file__).parents[2]

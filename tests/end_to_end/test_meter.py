@@ -16,7 +16,7 @@ from engine.model import sources
 from engine.model.loader import LoadedModel, load_model
 from engine.sequence import Sequence
 from engine.types import SpeculationReport
-from server.settings import Settings
+from server.cli.settings import Settings
 from tests.drafters import ScriptedDrafter
 from tests.fakes import Run, ask, make_engine
 

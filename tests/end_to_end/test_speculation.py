@@ -11,7 +11,7 @@ import httpx
 import pytest
 from pydantic import TypeAdapter
 
-from server.speculation import SpeculationStatus
+from server.api.speculation import SpeculationStatus
 from tests.end_to_end.conftest import Serve
 from tests.end_to_end.serving import PATIENCE, Server
 

@@ -21,7 +21,7 @@ from engine.errors import ConfigurationError, InvalidRequest
 from engine.judge import Judge
 from engine.sampling import Purpose, gumbel, noise_key
 from engine.types import Request, SamplingParams
-from server import audit as audit_command
+from server.cli import audit as audit_command
 from server.cli import main
 from tests.fakes import Setup, ask, make_engine, run, tiny
 from tests.lossless.broken import Generous, Leaky

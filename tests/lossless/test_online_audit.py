@@ -16,8 +16,8 @@ from engine.config import EngineConfig, ModelConfig
 from engine.errors import ConfigurationError
 from engine.judge import Judge
 from engine.types import AuditStats, Event, Finished, Request, SamplingParams, StepStats
-from server.metrics import Metrics
-from server.settings import Settings
+from server.cli.settings import Settings
+from server.metrics.registry import Metrics
 from tests.drafters import ScriptedDrafter
 from tests.fakes import Around, Run, ask, load_fake, make_config, make_engine, tiny
 from tests.lossless.broken import Generous, Leaky

@@ -9,7 +9,7 @@ from engine.config import SpeculationConfig
 from engine.errors import ConfigurationError
 from engine.types import SamplingParams
 from engine.verification import UNSEEDED, choose_rule
-from server.settings import Settings
+from server.cli.settings import Settings
 from tests.fakes import load_fake, make_engine
 
 SAMPLED = SamplingParams(temperature=0.9)

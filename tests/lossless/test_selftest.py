@@ -11,9 +11,9 @@ from engine.batch import Batch
 from engine.build import check_numerics
 from engine.cache.pages import PagePool
 from engine.model.selftest import SHAPES, InvarianceReport, check_invariance
-from server.doctor import doctor
-from server.metrics import Metrics
-from server.settings import Settings
+from server.cli.doctor import doctor
+from server.cli.settings import Settings
+from server.metrics.registry import Metrics
 from tests.fakes import Around, load_fake, make_engine, tiny
 from tests.server.support import make_info
 from tests.tiny_models import CONTEXT, VOCAB, load

@@ -29,9 +29,9 @@ from engine.types import (
     TokenLogprobs,
     Tokens,
 )
-from server.app import create_app
-from server.context import ServerOptions
-from server.metrics import Metrics
+from server.api.app import create_app
+from server.api.options import ServerOptions
+from server.metrics.registry import Metrics
 
 MODEL = "tests/fake-model"
 TEXT = "Once upon a time 🦊🚀 the fox said: héllo wörld, 日本語! END of story."

@@ -8,7 +8,7 @@ import httpx
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from server.app import create_app
+from server.api.app import create_app
 from tests.server.benches import assert_envelope, unharmed
 from tests.server.support import MODEL, TEXT, FakeEngine, call, ids, make_app, make_tokenizer
 

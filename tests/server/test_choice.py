@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from server.choice import ChoiceText, Delta, StopMatcher, TextRules
-from server.text import TextCodec
+from server.text.choice import ChoiceText, Delta, TextRules
+from server.text.codec import TextCodec
+from server.text.stop import StopMatcher
 from tests.server.support import TEXT, ids, logprob_of, make_tokenizer
 
 AB = st.text("ab", max_size=24)

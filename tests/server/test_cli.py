@@ -10,6 +10,8 @@ import re
 import shutil
 import signal
 import socket
+import subprocess
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -18,7 +20,7 @@ import httpx
 import pytest
 
 from server.cli import main
-from server.settings import Settings
+from server.cli.settings import Settings
 from tests.server.processes import PATIENCE, model, serving, small, streaming
 from tests.tiny import CONTEXT
 
@@ -73,6 +75,24 @@ def test_a_taken_port_is_told_before_the_model_is_looked_for(
     assert f"cannot listen on 127.0.0.1 port {port}: Address already in use" in (
         capsys.readouterr().err
     )
+
+
+@pytest.mark.parametrize("command", ["help", "serve"])
+def test_help_and_a_taken_port_wait_for_no_heavy_import(command: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        arguments = {
+            "help": ["serve", "--help"],
+            "serve": ["serve", "--port", str(taken.getsockname()[1]), "--model", "/no/such"],
+        }[command]
+        program = (
+            f"import contextlib, sys, server.cli\n"
+            f"with contextlib.suppress(SystemExit): server.cli.main({arguments})\n"
+            f"heavy = {{'torch', 'transformers', 'fastapi', 'uvicorn', 'prometheus_client'}}\n"
+            f"sys.exit(str(heavy & set(sys.modules)))"
+        )
+        done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
+    assert done.stderr.splitlines()[-1] == b"set()"
+    assert b"Address already in use" in done.stderr or command == "help"
 
 
 def test_print_config_shows_what_is_in_force(

@@ -13,9 +13,9 @@ import httpx
 import pytest
 from fastapi import FastAPI
 
-from server.connection import ConnectionLimits, connection_class
-from server.context import ServerContext
-from server.middleware import MAX_HEADER_BYTES
+from server.api.connection import SPARE_PLACES, ConnectionLimits, connection_class
+from server.api.context import ServerContext
+from server.api.middleware import MAX_HEADER_BYTES
 from tests.server.benches import unharmed
 from tests.server.disconnecting import ENDLESS, slow_engine
 from tests.server.support import FakeEngine, call, make_app, serving, wait_until
@@ -47,6 +47,16 @@ def everything(connection: socket.socket) -> bytes:
     with contextlib.suppress(ConnectionResetError):
         while part := connection.recv(65536):
             received += part
+    return received
+
+
+def until(connection: socket.socket, ending: bytes) -> bytes:
+    """What comes until it ends so."""
+    received = b""
+    while not received.endswith(ending):
+        part = connection.recv(65536)
+        assert part, received
+        received += part
     return received
 
 
@@ -215,10 +225,7 @@ def test_a_body_that_nobody_reads_is_not_awaited_for_ever() -> None:
     app = make_app(FakeEngine(), max_body_bytes=1000)
     with limited(app, request_seconds=0.3) as url, connect(url) as connection:
         connection.sendall(HEAD + b"Content-Length: 100000\r\n\r\n")
-        received = b""
-        while not received.endswith(b"}}"):
-            received += connection.recv(65536)
-        assert answer_of(received)[0] == 413
+        assert answer_of(until(connection, b"}}"))[0] == 413
         assert hung_up(connection, b"x")
 
 
@@ -245,26 +252,107 @@ def test_a_connection_may_idle_between_requests() -> None:
 # ------------------------------------------------------------------------------ too many
 
 
-def test_connections_are_counted() -> None:
-    app = make_app(FakeEngine())
-    with limited(app, connections=2) as url:
-        first, second = connect(url), connect(url)
-        context: ServerContext = app.state.context
-        with connect(url) as third:
-            status, error = answer_of(everything(third))
+PROBES = ("/livez", "/health", "/readyz", "/ping")
+PARTS = (b"", b"POST", HEAD, HEAD + b"Content-Length: 9\r\nX-Slow: ")
+
+
+@contextlib.contextmanager
+def half_open(url: str, count: int) -> Iterator[list[socket.socket]]:
+    """Clients that never finish their headers."""
+    with contextlib.ExitStack() as stack:
+        crowd = []
+        for index in range(count):
+            crowd.append(stack.enter_context(connect(url)))
+            crowd[-1].sendall(PARTS[index % len(PARTS)])
+        yield crowd
+
+
+@contextlib.contextmanager
+def answered(url: str, engine: FakeEngine, count: int) -> Iterator[list[socket.socket]]:
+    """Clients whose streams are under way."""
+    body = json.dumps({**ENDLESS, "stream": True}).encode()
+    with contextlib.ExitStack() as stack:
+        streams = []
+        for _ in range(count):
+            streams.append(stack.enter_context(connect(url)))
+            streams[-1].sendall(HEAD + f"Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        wait_until(lambda: len(engine.running) == count)
+        yield streams
+
+
+def test_half_open_connections_give_way_the_oldest_first() -> None:
+    engine = FakeEngine()
+    app = make_app(engine)
+    with limited(app, connections=20) as url, half_open(url, 88) as crowd:
+        for path in PROBES:
+            assert httpx.get(url + path).status_code == 200
+        assert httpx.post(url + "/v1/completions", json={"prompt": "x"}).status_code == 200
+        for connection in crowd[:68]:
+            status, error = answer_of(everything(connection))
             assert (status, error["code"]) == (503, "overloaded")
-        first.close()
-        second.close()
-        wait_until(lambda: _answers(url))
-        assert "connections" in context.metrics.render(None, step_age=0).decode()
-    assert rejected(app, "connections") >= 1
+        crowd[-1].sendall(b"x\r\n\r\n" + b"x" * 9)  # it was in time, and is not forgotten
+        assert "not valid JSON" in answer_of(until(crowd[-1], b"}}"))[1]["message"]
+    assert rejected(app, "connections") >= 68
 
 
-def _answers(url: str) -> bool:
-    try:
-        return httpx.get(url + "/health").status_code == 200
-    except httpx.TransportError:
-        return False
+def test_a_full_server_still_answers_probes() -> None:
+    engine = slow_engine()
+    app = make_app(engine)
+    with limited(app, connections=3) as url, answered(url, engine, 3) as streams:
+        for path in PROBES:
+            answer = httpx.get(url + path)
+            assert answer.status_code == 200
+            assert answer.headers["connection"] == "close"
+            assert httpx.head(url + path).status_code == 200
+        for path in ("/v1/models", "/metrics", "/health/", "/nowhere"):
+            answer = httpx.get(url + path)
+            assert answer.status_code == 503
+            assert answer.headers["retry-after"] == "1"
+        body = json.dumps({"prompt": "x" * 500_000})
+        headers = {"Content-Type": "application/json"}
+        refused = httpx.post(url + "/v1/completions", content=body, headers=headers)
+        assert refused.json()["error"]["code"] == "overloaded"
+        assert len(engine.running) == 3
+        streams.pop().close()
+        wait_until(lambda: len(engine.running) == 2)
+        wait_until(lambda: httpx.get(url + "/v1/models").status_code == 200)
+
+
+def test_half_open_connections_do_not_take_the_places_of_probes() -> None:
+    engine = slow_engine()
+    app = make_app(engine)
+    context: ServerContext = app.state.context
+    with limited(app, connections=2) as url, answered(url, engine, 2):
+        with half_open(url, 3 * SPARE_PLACES) as crowd:
+            for path in PROBES:
+                assert httpx.get(url + path).status_code == 200
+            assert len(engine.running) == 2  # who is being answered never gives way
+            assert answer_of(everything(crowd[0]))[0] == 503
+        wait_until(lambda: httpx.get(url + "/health").status_code == 200)
+    assert context.load == 0
+
+
+def test_idle_connections_give_way_without_a_word() -> None:
+    app = make_app(FakeEngine())
+    request = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
+    with limited(app, connections=2) as url, connect(url) as first, connect(url) as second:
+        for connection in (first, second):
+            connection.sendall(request)
+            assert b"200 OK" in until(connection, b"}")
+        with connect(url) as third:
+            assert everything(first) == b""
+            for connection in (second, third):
+                connection.sendall(request)
+                assert b"200 OK" in until(connection, b"}")
+
+
+def test_who_owes_a_body_that_nobody_reads_gives_way() -> None:
+    app = make_app(FakeEngine(), max_body_bytes=1000)
+    with limited(app, connections=1) as url, connect(url) as connection:
+        connection.sendall(HEAD + b"Content-Length: 100000\r\n\r\n")
+        assert answer_of(until(connection, b"}}"))[0] == 413
+        assert httpx.get(url + "/v1/models").status_code == 200
+        assert everything(connection) == b""
 
 
 def test_pipelined_requests_are_answered_in_turn() -> None:

@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
-from server import schemas
-from server.checks import UNSUPPORTED
-from server.keys import read_keys
+from server.api import schemas
+from server.api.checks import UNSUPPORTED
+from server.api.keys import read_keys
 from tests.server.benches import Bench, assert_envelope, strict_json
 from tests.server.found_rows import CHAT, COMPLETIONS, DETOKENIZE, FOUND, GOOD, TOKENIZE
 from tests.server.support import FakeEngine, call, make_app

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import socket
 from collections.abc import Iterator
 
 import httpx
 import pytest
 
+from server.api.keys import read_keys
 from tests.server.benches import NORMAL, Bench, assert_envelope
 from tests.server.support import FakeEngine, call, complete, make_app, serving
 
@@ -144,3 +146,50 @@ def test_a_bug_answers_500_and_gives_nothing_away(caplog: pytest.LogCaptureFixtu
     assert "unexpected error" in caplog.text
     engine.refuse = None
     assert complete(app).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/health", "/livez", "/metrics", "/v1/models", "/openapi.json"])
+def test_head_is_answered_wherever_get_is(path: str) -> None:
+    with serving(make_app(FakeEngine())) as url, httpx.Client() as client:
+        answers = {method: client.request(method, url + path) for method in ("GET", "HEAD")}
+    head, whole = answers["HEAD"], answers["GET"]
+    assert (head.status_code, head.content) == (200, b"")
+    assert head.headers["content-type"] == whole.headers["content-type"]
+    if path != "/metrics":  # which has counted one more answer
+        assert head.headers["content-length"] == str(len(whole.content))
+
+
+def test_head_of_what_only_takes_post_is_refused() -> None:
+    answer = call(make_app(FakeEngine()), "HEAD", "/v1/completions")
+    assert (answer.status_code, answer.content, answer.headers["allow"]) == (405, b"", "POST")
+
+
+def absolute(url: str, target: str, *headers: str) -> int:
+    """The status of a GET whose target is written out, as if through a proxy."""
+    host, port = url.removeprefix("http://").split(":")
+    lines = [f"GET {target} HTTP/1.1", "Host: x", "Connection: close", *headers, "", ""]
+    with socket.create_connection((host, int(port)), timeout=10) as connection:
+        connection.sendall("\r\n".join(lines).encode())
+        return int(connection.makefile("rb").readline().split()[1])
+
+
+@pytest.mark.parametrize(
+    ("target", "status"),
+    [
+        ("http://example.com/health", 200),
+        ("HTTPS://example.com:8000/health?a=b", 200),
+        ("http://example.com/v1/models", 401),
+        ("http://example.com/health/http://x/v1/models", 401),
+        ("http://example.com/%68ealth", 200),
+        ("http://example.com", 401),
+        ("/http://example.com/health", 401),
+        ("ftp://example.com/health", 401),
+    ],
+)
+def test_a_target_in_absolute_form_is_its_path(target: str, status: int) -> None:
+    keys = read_keys(["k" * 40])
+    with serving(make_app(FakeEngine(), keys=keys)) as url:
+        assert absolute(url, target) == status
+        if status == 401:
+            known = absolute(url, target, "Authorization: Bearer " + "k" * 40)
+            assert known == (200 if target.endswith("com/v1/models") else 404)

@@ -11,10 +11,10 @@ import pytest
 from fastapi import FastAPI
 
 from engine.errors import ConfigurationError
-from server import keys
-from server.callers import TokenBucket
-from server.configure import load_settings
-from server.keys import find_key, read_keys
+from server.api import keys
+from server.api.callers import TokenBucket
+from server.api.keys import find_key, read_keys
+from server.cli.configure import load_settings
 from tests.server.benches import assert_envelope
 from tests.server.support import FakeEngine, call, complete, make_app
 from tests.server.test_access import ALICE, BOB, KEYS, bearer

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from engine.errors import RequestFailed
-from server.keys import read_keys
+from server.api.keys import read_keys
 from server.logs import FIELDS, JsonFormatter, TextFormatter, one_line
 from tests.server.disconnecting import ENDLESS, slow_engine
 from tests.server.support import FakeEngine, call, complete, make_app, serving, wait_until

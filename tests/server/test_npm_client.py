@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from server.keys import read_keys
+from server.api.keys import read_keys
 from tests.server.support import MODEL, TEXT, FakeEngine, ids, make_app, serving, wait_until
 
 SCRIPT = Path(__file__).with_name("openai_client.mjs")

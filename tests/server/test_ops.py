@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import threading
 from typing import Any
 
 import httpx
@@ -11,11 +12,11 @@ import pytest
 
 from engine.errors import ConfigurationError
 from engine.types import EngineInfo
-from server.access import OPEN_PATHS
-from server.app import create_app
-from server.context import ServerOptions
-from server.keys import read_keys
-from server.text import Tokenizer
+from server.api.access import OPEN_PATHS
+from server.api.app import create_app
+from server.api.keys import read_keys
+from server.api.options import ServerOptions
+from server.text.tokenizer import Tokenizer
 from tests.server.support import (
     MODEL,
     TEXT,
@@ -149,11 +150,13 @@ def test_the_openapi_document_says_what_needs_a_key() -> None:
 
 
 def test_the_socket_is_open_while_the_engine_loads() -> None:
-    engine = FakeEngine(delay=1.0)
+    engine = FakeEngine()
     engine.state = "new"
     loaded: list[EngineInfo] = []
+    gate = threading.Event()
 
     def load(info: EngineInfo) -> Tokenizer:
+        assert gate.wait(60)
         loaded.append(info)
         return make_tokenizer()
 
@@ -163,8 +166,8 @@ def test_the_socket_is_open_while_the_engine_loads() -> None:
         refused = httpx.post(url + "/v1/completions", json={"prompt": "x"})
         assert refused.status_code == 503
         assert "loading" in refused.json()["error"]["message"]
+        gate.set()
         wait_until(lambda: httpx.get(url + "/health").status_code == 200)
-        engine.delay = 0.0
         assert httpx.post(url + "/v1/completions", json={"prompt": "x"}).status_code == 200
     assert loaded == [engine.info]
     assert engine.state == "stopped"  # who starts it stops it

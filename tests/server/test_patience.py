@@ -13,7 +13,7 @@ import pytest
 
 from engine.errors import EngineUnavailable
 from engine.types import Event, FinishReason, Request
-from server.context import ServerContext
+from server.api.context import ServerContext
 from tests.server.benches import assert_envelope
 from tests.server.disconnecting import ENDLESS, slow_engine
 from tests.server.support import FakeEngine, call, complete, make_app, serving, wait_until

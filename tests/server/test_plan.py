@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from engine.errors import InvalidRequest
-from server.plan import add_arguments, run
+from server.cli.plan import add_arguments, run
 
 
 def plan(*flags: str) -> list[str]:
@@ -52,5 +52,5 @@ def test_what_is_wrong_is_named(flags: tuple[str, ...], name: str) -> None:
 
 
 def test_it_needs_no_torch() -> None:
-    code = "import sys, server.plan; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
+    code = "import sys, server.cli.plan; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

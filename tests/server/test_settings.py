@@ -10,11 +10,11 @@ import yaml
 from engine.config import EngineConfig, SpeculationConfig
 from engine.draft.registry import DEFAULT, default_drafters
 from engine.errors import ConfigurationError
-from server.cli import make_parser
-from server.configure import flag_of, load_settings
-from server.context import ServerOptions
-from server.settings import Settings
-from server.values import is_loopback, parse_size
+from server.api.options import ServerOptions
+from server.cli.configure import flag_of, load_settings
+from server.cli.parser import make_parser
+from server.cli.settings import Settings
+from server.cli.values import is_loopback, parse_size
 
 CONFIGS = sorted((Path(__file__).parents[2] / "configs").glob("*.yaml"))
 

@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from engine.errors import EngineUnavailable, RequestFailed
-from server import speculation
-from server.keys import read_keys
+from server.api import speculation
+from server.api.keys import read_keys
 from server.logs import FIELDS
 from tests.server.support import FakeEngine, call, complete, make_app, serving
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from server.errors import ApiError
-from server.text import TextCodec
+from engine.errors import InvalidRequest
+from server.text.codec import TextCodec
 from tests.server.support import TEXT, ids, make_tokenizer
 
 
@@ -143,5 +143,5 @@ def test_templates_are_sandboxed() -> None:
         tokenizer_object=make_tokenizer().backend_tokenizer,
         chat_template="{{ messages.__class__.__mro__[1].__subclasses__() }}",
     )
-    with pytest.raises(ApiError, match="chat template refuses"):
+    with pytest.raises(InvalidRequest, match="chat template refuses"):
         TextCodec(tokenizer).render_chat([{"role": "user", "content": "x"}])

@@ -1,0 +1,134 @@
+"""Checks of API requests that need no engine: unsupported fields, limits, the model's name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from engine.errors import InvalidRequest
+from server.api.context import ServerContext
+from server.api.errors import ApiError, quote
+from server.api.options import ServerOptions
+from server.api.schemas import ChatMessage, GenerationRequest, TextPart
+
+_HEADER_SAFE = re.compile(r"[^A-Za-z0-9._-]")
+
+#: Fields that would change the output and that this server does not have: refused unless null
+#: or one of the values listed here, which ask for nothing.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "suffix": (),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "functions": ([],),
+    "function_call": ("none", "auto"),
+    "response_format": ({"type": "text"},),
+    "structured_outputs": (),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "use_beam_search": (False,),
+    "length_penalty": (1, 1.0),
+    "early_stopping": (False,),
+    "logprob_token_ids": (),
+    "logits_processors": ([],),
+    "custom_logit_processor": (),
+    "repetition_detection": (),
+    "thinking_token_budget": (),
+    "prompt_embeds": (),
+    "modalities": (["text"],),
+    "audio": (),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    # Of the other endpoint's fields, those that would change this one's output:
+    "echo": (False,),
+    "best_of": (1,),
+}
+
+
+def check_common(context: ServerContext, body: GenerationRequest) -> None:
+    check_model(context, body.model)
+    for name, value in (body.model_extra or {}).items():
+        neutral = UNSUPPORTED.get(name)
+        if neutral is not None and value is not None and not _is_one_of(value, neutral):
+            raise ApiError(400, f"{name} is not supported by this server.", param=name)
+    if body.stream_options is not None and not body.stream:
+        raise ApiError(400, "stream_options needs stream to be true.", param="stream_options")
+    if body.stream and body.prompt_logprobs:
+        raise ApiError(
+            400, "prompt_logprobs is not available with stream.", param="prompt_logprobs"
+        )
+    bounded("prompt_logprobs", body.prompt_logprobs, context.options.max_logprobs)
+    if body.priority is not None:
+        require(-(2**31) <= body.priority < 2**31, "priority", body.priority, "a 32-bit integer")
+
+
+def _is_one_of(value: object, neutral: Sequence[object]) -> bool:
+    """Membership that tells true from 1 and false from 0."""
+    kind = isinstance(value, bool)
+    return any(value == other and isinstance(other, bool) == kind for other in neutral)
+
+
+def check_choices(options: ServerOptions, samples: int, prompts: int) -> None:
+    require(samples >= 1, "n", samples, "1 or more")
+    require(
+        samples * prompts <= options.max_choices,
+        "n",
+        samples,
+        f"small enough for at most {options.max_choices} choices in all ({prompts} prompt(s))",
+    )
+
+
+def require(condition: bool, param: str, value: object, rule: str) -> None:
+    if not condition:
+        raise InvalidRequest(f"{param} is {str(value)[:40]}, but it must be {rule}.", param)
+
+
+def bounded(param: str, value: int | None, most: int) -> int | None:
+    if value is not None:
+        require(0 <= value <= most, param, value, f"from 0 to {most}")
+    return value
+
+
+def largest(*values: int | None) -> int | None:
+    return max((value for value in values if value is not None), default=None)
+
+
+def is_token_ids(prompt: Sequence[Any]) -> bool:
+    return type(prompt[0]) is int
+
+
+def joined(content: str | Sequence[TextPart]) -> str:
+    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+
+
+def plain_messages(messages: Sequence[ChatMessage]) -> list[dict[str, str]]:
+    """Messages as templates expect them: text content, and no role of newer invention."""
+    result = []
+    for message in messages:
+        role = "system" if message.role == "developer" else message.role
+        plain = {"role": role, "content": joined(message.content)}
+        if message.name is not None:
+            plain["name"] = message.name
+        result.append(plain)
+    return result
+
+
+def ignored_params(body: GenerationRequest) -> str:
+    """Names of unknown fields, safe for a header; empty if there are none."""
+    names = (name for name in body.model_extra or {} if name not in UNSUPPORTED)
+    safe = (_HEADER_SAFE.sub("", name)[:64] for name in names)
+    return ", ".join([name for name in safe if name][:20])
+
+
+def check_model(context: ServerContext, model: str | None) -> None:
+    """Raises a 404 unless `model` is the served one, or left out."""
+    if model is not None and model != context.model_name:
+        raise ApiError(
+            404,
+            f"The model {quote(model)} does not exist here; this server serves "
+            f"{quote(context.model_name, 128)}.",
+            param="model",
+            code="model_not_found",
+        )

@@ -1,0 +1,88 @@
+"""How many tokens: of the prompt, of the completion, and of the context they share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from engine.errors import ContextLengthExceeded
+from engine.types import EngineInfo
+from server.api.checks import require
+from server.text.codec import TextCodec
+
+
+@dataclass(frozen=True, slots=True)
+class Count:
+    """How many tokens and samples a request wants.
+
+    Args:
+        max_tokens: None = `default_max_tokens`, as far as the context has room.
+        default_max_tokens: None = all the room there is.
+        field: the name the caller used for `max_tokens`.
+        samples: choices per prompt that the engine makes.
+    """
+
+    max_tokens: int | None
+    default_max_tokens: int | None
+    field: str
+    samples: int
+    logprobs: int | None
+    prompt_logprobs: int | None
+
+
+def check_texts(texts: Iterable[str], codec: TextCodec, info: EngineInfo, param: str) -> None:
+    """Refuses, before they are tokenised, texts that cannot fit the context.
+
+    Raises:
+        ContextLengthExceeded: one is too long, however few tokens it makes.
+    """
+    limit = info.max_model_len
+    for text in texts:
+        if (least := codec.least_tokens(text)) > limit:
+            raise ContextLengthExceeded(
+                f"This model's maximum context length is {limit} tokens. However, {param} has "
+                f"{len(text)} characters, which make at least {least} tokens. Shorten it.",
+                param,
+            )
+
+
+def truncated(
+    prompt: Sequence[int], count: Count, info: EngineInfo, *, keep: int | None, side: str | None
+) -> Sequence[int]:
+    """Keeps at most `keep` tokens of a prompt (None = all, -1 = what the context has room for),
+    the last ones unless `side` is "right"."""
+    if keep is None:
+        return prompt
+    require(
+        keep == -1 or 1 <= keep <= info.max_model_len,
+        "truncate_prompt_tokens",
+        keep,
+        f"-1, or from 1 to {info.max_model_len}",
+    )
+    if keep == -1:
+        wanted = count.max_tokens if count.max_tokens is not None else count.default_max_tokens
+        keep = max(1, _room(info) - (wanted or 1))
+    return prompt[:keep] if side == "right" else prompt[-keep:]
+
+
+def _room(info: EngineInfo) -> int:
+    """Tokens of prompt and completion that can exist at once."""
+    return min(info.max_model_len, info.num_pages * info.page_size)
+
+
+def max_tokens(prompt_tokens: int, count: Count, info: EngineInfo) -> int:
+    """The caller's own number if it fits; a default only as far as there is room."""
+    wanted, limit = count.max_tokens, info.max_model_len
+    if wanted is None:
+        room = _room(info) - prompt_tokens
+        if room >= 1:
+            return room if count.default_max_tokens is None else min(room, count.default_max_tokens)
+        wanted = 1
+    if prompt_tokens + wanted > limit:
+        raise ContextLengthExceeded(
+            f"This model's maximum context length is {limit} tokens. However, you requested "
+            f"{prompt_tokens + wanted} tokens ({prompt_tokens} in the prompt; {wanted} for the "
+            f"completion). Shorten the prompt or lower {count.field}.",
+            "messages" if count.default_max_tokens is None else "prompt",
+        )
+    return wanted

@@ -1,0 +1,56 @@
+"""Limits and habits of the HTTP layer; plain data, quick to import."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from server.api.keys import ApiKey
+
+
+@dataclass(frozen=True, slots=True)
+class ServerOptions:
+    """Limits and habits of the HTTP layer.
+
+    Args:
+        max_body_bytes: largest request body; more is answered with 413.
+        default_max_tokens: `max_tokens` of a completion that names none (OpenAI: 16).
+        max_stop_strings: stop strings one request may name.
+        max_stop_length: characters one stop string or bad word may have.
+        max_logprobs: most alternates per position, for output and prompt.
+        max_prompts: prompts in one completion request.
+        max_choices: prompts times samples (`n` or `best_of`) in one request.
+        max_token_list: entries of logit_bias, stop_token_ids and bad_words.
+        ping_seconds: longest silence of a stream before it sends an SSE comment; 0 = never.
+        send_timeout_seconds: a client that accepts nothing for so long is cut off.
+        stuck_after_seconds: age of an engine step beyond which the engine counts as hung.
+        drain_seconds: how long running requests may go on at shutdown.
+        body_seconds: a request whose body takes longer to arrive is answered with 408.
+        queue_seconds: longest wait for the first token; 0 = without end.
+        generation_seconds: longest time from the first token to the last; 0 = without end.
+        keys: who may call; empty = anybody.
+        open_metrics: whether /metrics needs no key.
+        requests_per_minute: POST requests of one key; None = no limit.
+        tokens_per_minute: prompt and generated tokens of one key; None = no limit.
+        cors_origins: web origins whose pages may call; empty = none.
+    """
+
+    max_body_bytes: int = 8 * 1024 * 1024
+    default_max_tokens: int = 16
+    max_stop_strings: int = 16
+    max_stop_length: int = 1024
+    max_logprobs: int = 20
+    max_prompts: int = 128
+    max_choices: int = 128
+    max_token_list: int = 1024
+    ping_seconds: float = 15.0
+    send_timeout_seconds: float = 60.0
+    stuck_after_seconds: float = 120.0
+    drain_seconds: float = 30.0
+    body_seconds: float = 60.0
+    queue_seconds: float = 300.0
+    generation_seconds: float = 3600.0
+    keys: tuple[ApiKey, ...] = ()
+    open_metrics: bool = False
+    requests_per_minute: int | None = None
+    tokens_per_minute: int | None = None
+    cors_origins: tuple[str, ...] = ()

@@ -1,0 +1,122 @@
+"""GET /v1/speculation/status: what the planner has measured, what it would do with it, and why."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Literal
+
+from fastapi import APIRouter
+from starlette.responses import JSONResponse, Response
+from typing_extensions import TypedDict
+
+from engine.errors import EngineUnavailable
+from server.api.context import ServerContext
+
+#: A step takes milliseconds; whoever waits longer would rather know that it hangs.
+_PATIENCE_SECONDS = 30.0
+
+
+class CostModel(TypedDict):
+    """What a pass of the model costs here, in milliseconds."""
+
+    pass_ms_by_tokens: dict[str, float]
+    pass_ms_per_sequence: float
+    pass_ms_per_1000_cached_tokens: float
+    pass_ms_per_1000000_pairs: float
+    overhead_ms_by_batch: dict[str, float]
+    draft_ms_terms: dict[str, list[float]]
+    draft_ms_by_batch: dict[str, dict[str, float]]
+    passes_measured: int
+
+
+class Depth(TypedDict):
+    """How often the draft token at a depth is accepted, and on how many tokens that rests."""
+
+    depth: int
+    acceptance: float
+    weight: float
+
+
+class Choice(TypedDict):
+    """What a batch of so many sequences of typical acceptance would get, if all of them have
+    something to draft from, and why: `draft_tokens` each. What is expected belongs to
+    `best_draft_tokens`, which only the modes fixed and off and the guard depart from;
+    `expected_tokens` are those of all sequences together."""
+
+    batch: int
+    draft_tokens: float
+    why: str
+    best_draft_tokens: float
+    expected_tokens: float
+    expected_ms: float
+    plain_ms: float
+    expected_speedup: float | None
+
+
+class ClosedRange(TypedDict):
+    """Batch sizes from here to the next power of two have lost against plain decoding."""
+
+    batch_from: int
+    trips: int
+    paused_steps: int
+
+
+class Exploration(TypedDict):
+    """The account that pays for probes and for plain steps to compare with."""
+
+    spent_seconds: float
+    credit_seconds: float
+
+
+class MeasuredSpeedup(TypedDict):
+    """Wall clock against plain decoding; null while unknown."""
+
+    ratio: float | None
+    low: float | None
+    high: float | None
+    basis: Literal["measured", "modelled", "unknown"]
+    equal_seconds: float
+    seconds: float
+    unknown_seconds: float
+
+
+class SpeculationStatus(TypedDict):
+    """The state of speculation. `mode` is "failed" if the planner has raised; nothing is
+    drafted then, and the other fields are empty."""
+
+    mode: str
+    drafters: list[str]
+    steps: int
+    speedup: MeasuredSpeedup | None
+    off_reasons: dict[str, int]
+    wasted_draft_tokens: int
+    choices: dict[str, list[Choice]]
+    acceptance: dict[str, list[Depth]]
+    guard: list[ClosedRange]
+    exploration: Exploration | None
+    calibrated: bool
+    cost_model: CostModel | None
+
+
+def speculation_router(context: ServerContext) -> APIRouter:
+    """The one route."""
+    router = APIRouter(tags=["speculation"])
+
+    @router.get("/v1/speculation/status", responses={200: {"model": SpeculationStatus}})
+    async def speculation_status() -> Response:
+        """What is drafted at each batch size and why; what that rests on; what it has brought."""
+        context.codec()  # raises unless the server takes requests
+        return JSONResponse(await _look(context))
+
+    return router
+
+
+async def _look(context: ServerContext) -> dict[str, Any]:
+    try:
+        async with asyncio.timeout(_PATIENCE_SECONDS):
+            return await context.engine.speculation()
+    except TimeoutError:
+        raise EngineUnavailable(
+            f"The running step has taken {context.engine.step_age:.0f} s and has to end first; "
+            "ask again."
+        ) from None

@@ -1,0 +1,227 @@
+"""From API requests to engine requests: the only file that knows both."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from engine.config import NO_DRAFTER
+from engine.errors import InvalidRequest
+from engine.types import EngineInfo, Request, SamplingParams, SpeculationParams
+from server.api.checks import (
+    bounded,
+    check_choices,
+    check_common,
+    is_token_ids,
+    joined,
+    largest,
+    plain_messages,
+    require,
+)
+from server.api.context import ServerContext
+from server.api.errors import ApiError, quote
+from server.api.generation import Job
+from server.api.lengths import Count, check_texts, max_tokens, truncated
+from server.api.options import ServerOptions
+from server.api.sampling import check_token_ids, sampling_params
+from server.api.schemas import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from server.text.choice import TextRules
+from server.text.codec import TextCodec
+
+
+async def completion_job(context: ServerContext, codec: TextCodec, body: CompletionRequest) -> Job:
+    """Checks a completion request and writes it down for the engine.
+
+    Raises:
+        ApiError, InvalidRequest: what is wrong, with the field's name.
+    """
+    options = context.options
+    check_common(context, body)
+    n, best_of = body.n if body.n is not None else 1, body.best_of
+    if best_of is not None:
+        require(1 <= best_of <= 20, "best_of", best_of, "from 1 to 20")
+        require(best_of >= n, "best_of", best_of, f"at least n ({n})")
+        ranked_stream = bool(body.stream) and best_of > n
+        require(not ranked_stream, "best_of", best_of, f"n ({n}) or left out with stream")
+    logprobs = bounded("logprobs", body.logprobs, options.max_logprobs)
+    samples = n if best_of is None else best_of
+    ranked = samples > n  # candidates are ranked by mean log probability
+    count = Count(
+        max_tokens=body.max_tokens,
+        default_max_tokens=options.default_max_tokens,
+        field="max_tokens",
+        samples=samples,
+        logprobs=logprobs if logprobs is not None or not ranked else 0,
+        prompt_logprobs=largest(body.prompt_logprobs, logprobs if body.echo else None),
+    )
+    prompt = body.prompt
+    items: Sequence[Any] = [prompt] if isinstance(prompt, str) or is_token_ids(prompt) else prompt
+    require(
+        len(items) <= options.max_prompts,
+        "prompt",
+        f"a list of {len(items)}",
+        f"at most {options.max_prompts} prompts",
+    )
+    check_choices(options, samples, len(items))
+    texts = [item for item in items if isinstance(item, str)]
+    if body.truncate_prompt_tokens is None:
+        check_texts(texts, codec, context.engine.info, "prompt")
+    wishes = await _wishes(context, codec, body, count)
+    add_special = body.add_special_tokens is not False
+    prompts = await codec.encode(texts, add_special_tokens=add_special) if texts else list(items)
+    return _job(context.engine.info, body, count, wishes, prompts, texts)
+
+
+async def chat_job(context: ServerContext, codec: TextCodec, body: ChatCompletionRequest) -> Job:
+    """Checks a chat request and writes it down for the engine.
+
+    Raises:
+        ApiError, InvalidRequest: what is wrong, with the field's name.
+    """
+    options = context.options
+    check_common(context, body)
+    top = bounded("top_logprobs", body.top_logprobs, options.max_logprobs)
+    if top and not body.logprobs:
+        raise ApiError(400, "top_logprobs needs logprobs to be true.", param="top_logprobs")
+    samples = body.n if body.n is not None else 1
+    preferred = body.max_completion_tokens
+    count = Count(
+        max_tokens=preferred if preferred is not None else body.max_tokens,
+        default_max_tokens=None,
+        field="max_tokens" if preferred is None else "max_completion_tokens",
+        samples=samples,
+        logprobs=(top or 0) if body.logprobs else None,
+        prompt_logprobs=body.prompt_logprobs,
+    )
+    check_choices(options, samples, 1)
+    continued = bool(body.continue_final_message)
+    if continued and body.add_generation_prompt:
+        raise ApiError(
+            400,
+            "continue_final_message and add_generation_prompt exclude each other.",
+            param="continue_final_message",
+        )
+    wishes = await _wishes(context, codec, body, count)
+    text = await codec.write_chat(
+        plain_messages(body.messages),
+        add_generation_prompt=body.add_generation_prompt is not False and not continued,
+        continue_final_message=continued,
+    )
+    if body.truncate_prompt_tokens is None:
+        check_texts([text], codec, context.engine.info, "messages")
+    # The template has written the special tokens already.
+    prompts = await codec.encode([text], add_special_tokens=bool(body.add_special_tokens))
+    return _job(context.engine.info, body, count, wishes, prompts, [text])
+
+
+# -------------------------------------------------------------------------- the engine's side
+
+
+@dataclass(frozen=True, slots=True)
+class _Wishes:
+    """What a request asks for besides its prompts; `sampling` lacks their `max_tokens`."""
+
+    sampling: SamplingParams
+    speculation: SpeculationParams
+    rules: TextRules
+
+
+async def _wishes(
+    context: ServerContext, codec: TextCodec, body: GenerationRequest, count: Count
+) -> _Wishes:
+    """What is quick to check, before prompts are tokenised."""
+    rules = _text_rules(context.options, body, context.engine.info)
+    return _Wishes(
+        sampling=await sampling_params(context, codec, body, count),
+        speculation=await _speculation(codec, body, context.engine.info),
+        rules=rules,
+    )
+
+
+def _job(
+    info: EngineInfo,
+    body: GenerationRequest,
+    count: Count,
+    wishes: _Wishes,
+    prompts: Sequence[Sequence[int]],
+    texts: Sequence[str],
+) -> Job:
+    arrival, unique = time.monotonic(), uuid.uuid4().hex
+    requests = []
+    for index, prompt in enumerate(prompts):
+        kept = truncated(
+            prompt, count, info, keep=body.truncate_prompt_tokens, side=body.truncation_side
+        )
+        limit = max_tokens(len(kept), count, info)  # what cannot fit is not looked at
+        check_token_ids(kept, info, "prompt")
+        requests.append(
+            Request(
+                request_id=f"{unique}-{index}",
+                prompt=tuple(kept),
+                sampling=replace(wishes.sampling, max_tokens=limit),
+                speculation=wishes.speculation,
+                priority=body.priority or 0,
+                cache_salt=body.cache_salt or "",
+                arrival=arrival,
+            )
+        )
+    whole = bool(texts) and body.truncate_prompt_tokens is None
+    return Job(
+        requests=tuple(requests),
+        rules=wishes.rules,
+        prompt_texts=tuple(texts) if whole else (None,) * len(requests),
+    )
+
+
+def _text_rules(options: ServerOptions, body: GenerationRequest, info: EngineInfo) -> TextRules:
+    stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    require(
+        len(stop) <= options.max_stop_strings,
+        "stop",
+        f"a list of {len(stop)}",
+        f"at most {options.max_stop_strings} strings",
+    )
+    for string in stop:
+        require(
+            1 <= len(string) <= options.max_stop_length,
+            "stop",
+            f"a string of {len(string)} characters",
+            f"made of strings of 1 to {options.max_stop_length} characters",
+        )
+    named = frozenset(body.stop_token_ids or ())
+    return TextRules(
+        stop=tuple(dict.fromkeys(stop)),
+        include_stop=bool(body.include_stop_str_in_output),
+        skip_special_tokens=body.skip_special_tokens is not False,
+        min_tokens=body.min_tokens or 0,
+        terminators=named if body.ignore_eos else named | info.eos_token_ids,
+        stop_token_ids=named,
+    )
+
+
+async def _speculation(
+    codec: TextCodec, body: GenerationRequest, info: EngineInfo
+) -> SpeculationParams:
+    asked, prediction = body.speculation, body.prediction
+    tokens: Sequence[int] = ()
+    if prediction is not None:
+        # What lies beyond the context can never be generated.
+        text = codec.beginning(joined(prediction.content), info.max_model_len)
+        [tokens] = await codec.encode([text], add_special_tokens=False)
+    drafter = asked.drafter if asked is not None else None
+    choices = (*info.drafters, NO_DRAFTER)
+    if drafter is not None and drafter not in choices:
+        loaded = ", ".join(choices)
+        raise InvalidRequest(
+            f"speculation.drafter is {quote(drafter)}, which is not loaded; choose from: {loaded}.",
+            "speculation.drafter",
+        )
+    return SpeculationParams(
+        enabled=asked.enabled if asked is not None else None,
+        drafter=drafter,
+        max_draft=asked.max_draft if asked is not None else None,
+        prediction=tuple(tokens[: info.max_model_len]),
+    )

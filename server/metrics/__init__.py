@@ -1,0 +1,1 @@
+"""What Prometheus may ask for: metrics of requests and of the engine's steps."""

@@ -1,0 +1,184 @@
+"""Text and token ids: encode, decode, the text and bytes of one token, conversations."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, cast
+
+from engine.errors import InvalidRequest
+from server.text.decode import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from server.text.lanes import Lanes
+from server.text.least import text_bound
+from server.text.tokenizer import Tokenizer, byte_alphabet
+
+#: Prompt tokens that give the output its context where decoding needs one.
+CONTEXT_TOKENS = 8
+
+_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+_ALPHABET = byte_alphabet()
+
+
+class TextCodec:
+    """One tokenizer, seen from the server.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+    """
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        self._tokenizer = tokenizer
+        added = tokenizer.added_tokens_decoder
+        self._special = frozenset(token for token, entry in added.items() if entry.special)
+        self._known = len(tokenizer)
+        self._byte_level = _is_byte_level(tokenizer)
+        self._bytes: dict[int, bytes] = {}
+        self._texts: dict[int, str] = {}
+        self._anchor = tokenizer.encode("a", add_special_tokens=False)
+        self._lanes = Lanes()
+        self._bound = text_bound(tokenizer)
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the tokenizer brings a chat template."""
+        return bool(self._tokenizer.chat_template)
+
+    async def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
+        """Token ids of every text; long texts hold up neither the event loop nor short ones.
+
+        Raises:
+            Overloaded: too much waits for the tokenizer already.
+        """
+
+        def work() -> list[list[int]]:
+            return self._encode_all(texts, add_special_tokens)
+
+        return await self._lanes.run(sum(map(len, texts)), work)
+
+    def least_tokens(self, text: str) -> int:
+        """The fewest tokens that `text` can make, without tokenising it; 0 if that is unknown."""
+        return 0 if self._bound is None else self._bound.least_tokens(text)
+
+    def beginning(self, text: str, tokens: int) -> str:
+        """So much of `text` that it makes `tokens` tokens, if the whole does and that is known."""
+        return text if self._bound is None else text[: tokens * self._bound.per_token]
+
+    def _encode_all(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
+        encode = self._tokenizer.encode
+        return [encode(text, add_special_tokens=add_special_tokens) for text in texts]
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
+        """The text of all `token_ids` together; ids beyond the tokenizer's have none."""
+        return self._tokenizer.decode(
+            [token for token in token_ids if token < self._known],
+            skip_special_tokens=skip_special_tokens,
+            clean_up_tokenization_spaces=False,
+        )
+
+    def detokenizer(self, context: Sequence[int] = (), *, skip_special_tokens: bool) -> Detokenizer:
+        """Decodes one growing sequence.
+
+        Args:
+            context: the tokens before it (the prompt's end). Decoders that join words with
+                spaces need it, so that `prompt + output` reads as written.
+            skip_special_tokens: whether special tokens have no text.
+        """
+        if self._byte_level:
+            return ByteDetokenizer(self.token_bytes, self._special if skip_special_tokens else ())
+
+        def decode(token_ids: Sequence[int]) -> str:
+            return self.decode(token_ids, skip_special_tokens=skip_special_tokens)
+
+        return WindowDetokenizer(decode, context[-CONTEXT_TOKENS:])
+
+    def token_text(self, token_id: int) -> str:
+        """The text of one token standing alone, with its leading space; cached."""
+        text = self._texts.get(token_id)
+        if text is None:
+            if self._byte_level:
+                text = self.token_bytes(token_id).decode("utf-8", "replace")
+            else:
+                anchor = self.decode(self._anchor, skip_special_tokens=False)
+                pair = self.decode([*self._anchor, token_id], skip_special_tokens=False)
+                text = pair[len(anchor) :]
+            self._texts[token_id] = text
+        return text
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The UTF-8 bytes one token stands for, which may be part of a character; cached."""
+        value = self._bytes.get(token_id)
+        if value is None:
+            value = self._bytes[token_id] = self._find_bytes(token_id)
+        return value
+
+    def _find_bytes(self, token_id: int) -> bytes:
+        if token_id >= self._known:
+            return b""
+        piece = self._tokenizer.convert_ids_to_tokens(token_id)
+        if piece is None:  # a hole in the vocabulary
+            return b""
+        if self._byte_level:
+            if all(character in _ALPHABET for character in piece):
+                return bytes(_ALPHABET[character] for character in piece)
+            return piece.encode("utf-8")
+        if match := _BYTE_PIECE.fullmatch(piece):
+            return bytes([int(match[1], 16)])
+        return self.token_text(token_id).encode("utf-8")
+
+    def token_piece(self, token_id: int) -> str:
+        """The vocabulary's own spelling of a token."""
+        if token_id >= self._known:
+            return ""
+        return self._tokenizer.convert_ids_to_tokens(token_id) or ""
+
+    async def write_chat(self, messages: Sequence[Mapping[str, str]], **how: bool) -> str:
+        """`render_chat`, where long conversations hold up neither the event loop nor short ones.
+
+        Raises:
+            InvalidRequest: as there.
+            Overloaded: too much waits already.
+        """
+        characters = sum(len(value) for message in messages for value in message.values())
+        return await self._lanes.run(characters, lambda: self.render_chat(messages, **how))
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+    ) -> str:
+        """The prompt text of a conversation, by the tokenizer's own template (sandboxed).
+
+        Raises:
+            InvalidRequest: there is no template, or it refuses these messages.
+        """
+        if not self.has_chat_template:
+            raise InvalidRequest(
+                "This model has no chat template (it is probably a base model); "
+                "use /v1/completions.",
+                "messages",
+            )
+        try:
+            text = self._tokenizer.apply_chat_template(
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+            )
+        except Exception as error:  # a template is a program and may raise anything
+            reason = ascii(str(error))[:200]
+            raise InvalidRequest(
+                f"The model's chat template refuses these messages: {reason}.", "messages"
+            ) from None
+        return cast(str, text)
+
+
+def _is_byte_level(tokenizer: Tokenizer) -> bool:
+    """Whether decoding is nothing but joining bytes."""
+    from tokenizers.decoders import ByteLevel
+
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    return isinstance(getattr(backend, "decoder", None), ByteLevel)
