@@ -28,7 +28,7 @@ from engine.model.loader import LoadedModel, Runner, load_model
 from engine.model.memory import available_memory, logits_bytes, plan_pages
 from engine.model.pairing import check_pair
 from engine.model.selftest import check_invariance
-from engine.prepare import measure, populate, warm_up
+from engine.prepare import inform, measure, populate, warm_up
 from engine.rules import RequestRules
 from engine.scheduler import Scheduler
 from engine.types import EngineInfo
@@ -94,12 +94,13 @@ def assemble(
     drafters = _make_drafters(config, models, runners, pool)
     portfolio = DrafterPortfolio(drafters, loaded.vocab_size)
     planner = _make_planner(config, portfolio)
-    if prepare and planner.options.mode is Mode.AUTO and drafters:
-        planner = AdaptivePlanner(measure(planner.options, config, models, runners, pool))
+    measured = measure(config, models, runners, pool) if prepare else []
+    if measured and planner.options.mode is Mode.AUTO and drafters:
+        planner = AdaptivePlanner(inform(planner.options, measured))
     parts = EngineParts(
         target=runners[TARGET],
         pool=pool,
-        scheduler=Scheduler(config.scheduler, pool),
+        scheduler=Scheduler(config.scheduler, pool, measured[TARGET] if measured else None),
         drafters=portfolio,
         planner=ShieldedPlanner(planner),
         judge=Judge(loaded.vocab_size, loaded.eos_token_ids, config.speculation.verification),

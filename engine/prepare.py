@@ -9,6 +9,7 @@ from dataclasses import replace
 from engine.cache.pages import DRAFT, PRIVATE, TARGET, PagePool
 from engine.calibrate import load_calibration
 from engine.config import EngineConfig
+from engine.control.calibration import Calibration
 from engine.control.options import PlannerOptions
 from engine.control.planner import FixedPlanner
 from engine.core import Engine
@@ -38,23 +39,18 @@ def populate(runners: list[Runner]) -> None:
 
 
 def measure(
-    options: PlannerOptions,
-    config: EngineConfig,
-    models: list[LoadedModel],
-    runners: list[Runner],
-    pool: PagePool,
-) -> PlannerOptions:
-    """The same options, with what passes of target and draft model cost on this machine.
+    config: EngineConfig, models: list[LoadedModel], runners: list[Runner], pool: PagePool
+) -> list[Calibration]:
+    """What passes of each model cost on this machine.
 
     Args:
-        options: of the planner.
         config: names the models' directories.
         models: the target, and the draft model if there is one.
         runners: theirs, unused so far.
         pool: all of its pages free.
     """
     configs = [config.model, config.speculation.draft_model][: len(models)]
-    measured = [
+    return [
         load_calibration(
             source.path if source else "",
             str(model.shape.dtype),
@@ -65,6 +61,10 @@ def measure(
         )
         for source, model, runner in zip(configs, models, runners, strict=True)
     ]
+
+
+def inform(options: PlannerOptions, measured: list[Calibration]) -> PlannerOptions:
+    """The same options, with what passes of target and draft model cost."""
     drafts = {"model": measured[DRAFT]} if len(measured) > DRAFT else {}
     return replace(options, calibration=measured[TARGET], draft_calibrations=drafts)
 

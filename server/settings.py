@@ -112,6 +112,11 @@ class Settings(BaseModel):
     max_batch_tokens: Count = Field(
         _SCHEDULER.max_batch_tokens, description="tokens in one pass of the model"
     )
+    decode_stretch: float = Field(
+        _SCHEDULER.decode_stretch,
+        ge=0,
+        description="times its plain time a step may take while prompts are read; 0: no bound",
+    )
     max_sequences: Count = Field(_SCHEDULER.max_sequences, description="sequences that run at once")
     max_waiting_sequences: int = Field(
         _SCHEDULER.max_waiting_sequences, ge=0, description="more waiting ones are refused (503)"
@@ -237,6 +242,7 @@ class Settings(BaseModel):
                 max_sequences=self.max_sequences,
                 max_waiting_sequences=self.max_waiting_sequences,
                 max_waiting_tokens=self.max_waiting_tokens,
+                decode_stretch=self.decode_stretch,
             ),
             speculation=SpeculationConfig(
                 mode=self.speculation,

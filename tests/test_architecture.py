@@ -21,6 +21,7 @@ LAYERS = (
     {"engine.types", "engine.config"},
     {"engine.cache", "engine.sampling"},
     {"engine.sequence", "engine.rules", "engine.admission", "engine.flight", "engine.verification"},
+    {"engine.budget"},
     {"engine.scheduler", "engine.batch"},
     {"engine.model"},
     {"engine.draft"},
@@ -46,6 +47,7 @@ SERVER_MAY_ALSO = {
 #: Modules that only move integers; they must work, and be quick to import, without torch.
 WITHOUT_TORCH = (
     "engine.admission",
+    "engine.budget",
     "engine.cache.pages",
     "engine.config",
     "engine.draft.automaton",

@@ -65,6 +65,13 @@ class Calibration:
         last_rows, last = self.curve[-1]
         return last + self._final_slope() * (rows - last_rows)
 
+    def seconds(self, rows: int, sequences: int, context: int, attention: int) -> float | None:
+        """See `engine.budget.PassCost`."""
+        if not self.measured:
+            return None
+        linear = self.sequence_seconds * sequences + self.context_seconds * context
+        return self.rows_seconds(rows) + linear + self.attention_seconds * attention
+
     def to_json(self) -> str:
         """For the cache."""
         return json.dumps({"version": _VERSION, **asdict(self)})
