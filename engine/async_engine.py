@@ -17,6 +17,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -25,7 +26,7 @@ from engine.build import BuiltEngine, build_engine
 from engine.config import EngineConfig
 from engine.core import Engine, StepOutput
 from engine.errors import EngineError, EngineUnavailable, InvalidRequest, RequestFailed
-from engine.flight import Abort, Add, EventStream, Flight, Look, Message, Stop
+from engine.flight import Abort, Add, EventStream, Flight, Look, Message, Stop, settle
 from engine.types import (
     AuditStats,
     EngineInfo,
@@ -186,15 +187,14 @@ class AsyncEngine:
         try:
             built = self._build(self._config, self._on_progress)
         except BaseException as error:
-            self._tell(_settle, ready, error)
+            self._tell(settle, ready, error)
             self._tell(self._ended.set)
             return
-        self._tell(_settle, ready, built)
-        engine = built.engine
+        self._tell(settle, ready, built)
         last_word = _STOPPED
         try:
             while self._read_inbox(built):
-                self._tell(self._deliver, engine.step())
+                self._tell(self._deliver, _step(built))
         except BaseException as failure:
             logger.exception("the engine died")
             last_word = f"The engine failed ({type(failure).__name__})."
@@ -213,7 +213,7 @@ class AsyncEngine:
             if message is None:
                 return True
             if isinstance(message, Look):  # nothing to do because of it
-                self._tell(_settle, message.answer, _look(engine))
+                self._tell(settle, message.answer, _look(engine))
                 continue
             block = False
             if isinstance(message, Stop):
@@ -278,7 +278,16 @@ class AsyncEngine:
             flight.events.put_nowait(Failed(flight.request.request_id, error))
             self._land(flight)
         for answer in list(self._looks):
-            _settle(answer, error)
+            settle(answer, error)
+
+
+def _step(built: BuiltEngine) -> StepOutput:
+    """One step, and afterwards a look at whether its threads had cores."""
+    output, threads = built.engine.step(), built.threads
+    if threads is None or output.stats is None:
+        return output
+    threads.look()
+    return replace(output, stats=threads.note(output.stats))
 
 
 def _look(engine: Engine) -> dict[str, Any] | RequestFailed:
@@ -287,12 +296,3 @@ def _look(engine: Engine) -> dict[str, Any] | RequestFailed:
     except Exception as error:  # requests must not suffer for it
         logger.exception("the state of speculation could not be told")
         return RequestFailed(f"The state of speculation is unclear ({type(error).__name__}).")
-
-
-def _settle(future: asyncio.Future[Any], result: object) -> None:
-    if future.done():  # whoever waited has given up
-        return
-    if isinstance(result, BaseException):
-        future.set_exception(result)
-    else:
-        future.set_result(result)

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-import torch
 
 from engine.audit.online import AuditingEngine
 from engine.cache.pages import DRAFT, TARGET, PagePool
@@ -24,11 +21,13 @@ from engine.draft.portfolio import DrafterPortfolio
 from engine.draft.store import AnswerStore
 from engine.errors import ConfigurationError
 from engine.judge import Judge
+from engine.model.cores import find_cores
 from engine.model.loader import LoadedModel, Runner, load_model
 from engine.model.memory import available_memory, logits_bytes, plan_pages
 from engine.model.pairing import check_pair
 from engine.model.selftest import check_invariance
-from engine.prepare import inform, measure, populate, warm_up
+from engine.model.threads import ThreadWatch
+from engine.prepare import measure, populate, settle_threads, warm_up
 from engine.rules import RequestRules
 from engine.scheduler import Scheduler
 from engine.types import EngineInfo
@@ -38,11 +37,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
-    """An engine, what it is, and which requests it takes."""
+    """An engine, what it is, which requests it takes, and who minds its threads."""
 
     engine: Engine
     info: EngineInfo
     rules: RequestRules
+    threads: ThreadWatch | None = None
 
 
 def build_engine(
@@ -57,14 +57,14 @@ def build_engine(
     Raises:
         ConfigurationError: it cannot start like this, and what to change.
     """
-    torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
+    threads = ThreadWatch(config.threads or find_cores().usable)
     report("Loading weights")
     loaded = load_model(Path(config.model.path), config.model)
     draft = None
     if config.speculation.draft_model is not None:
         report("Loading the draft model")
         draft = _load_draft_model(config.model, config.speculation.draft_model)
-    built = assemble(config, loaded, draft, prepare=True)
+    built = assemble(config, loaded, draft, prepare=True, threads=threads)
     report("Warming up")
     warm_up(built.engine, built.rules)
     report("Comparing rows across batch shapes")
@@ -77,6 +77,7 @@ def assemble(
     draft: LoadedModel | None = None,
     *,
     prepare: bool = False,
+    threads: ThreadWatch | None = None,
 ) -> BuiltEngine:
     """Builds an engine around models that are already in memory.
 
@@ -86,21 +87,24 @@ def assemble(
         draft: the draft model of the "model" drafter, if there is one.
         prepare: whether this may take seconds: to have the pages' memory backed, and for the
             planner to measure this machine, which it otherwise learns as it goes.
+        threads: keeps the number of compute threads right.
     """
     models = [loaded] if draft is None else [loaded, draft]
     pool, runners = _make_cache(config, models)
-    if prepare:
-        populate(runners)
     drafters = _make_drafters(config, models, runners, pool)
     portfolio = DrafterPortfolio(drafters, loaded.vocab_size)
     planner = _make_planner(config, portfolio)
-    measured = measure(config, models, runners, pool) if prepare else []
-    if measured and planner.options.mode is Mode.AUTO and drafters:
-        planner = AdaptivePlanner(inform(planner.options, measured))
+    options = planner.options
+    if prepare:
+        populate(runners)
+        settle_threads(threads, runners[TARGET], pool)
+        options = measure(options, config, models, runners, pool)
+        if options.mode is Mode.AUTO and drafters:
+            planner = AdaptivePlanner(options)
     parts = EngineParts(
         target=runners[TARGET],
         pool=pool,
-        scheduler=Scheduler(config.scheduler, pool, measured[TARGET] if measured else None),
+        scheduler=Scheduler(config.scheduler, pool, options.calibration),
         drafters=portfolio,
         planner=ShieldedPlanner(planner),
         judge=Judge(loaded.vocab_size, loaded.eos_token_ids, config.speculation.verification),
@@ -126,7 +130,7 @@ def assemble(
         max_cached_tokens=pool.num_pages * pool.page_size,
         drafters=tuple(drafters),
     )
-    return BuiltEngine(engine, info, rules)
+    return BuiltEngine(engine, info, rules, threads)
 
 
 def _make_engine(config: EngineConfig, loaded: LoadedModel, parts: EngineParts) -> Engine:

@@ -165,7 +165,8 @@ class EngineConfig:
     """Everything `AsyncEngine.start` needs.
 
     Args:
-        threads: torch's intra-op threads; None = one per core the process may use.
+        threads: most compute threads, fewer while cores are taken by others; None = one per core
+            that the process may keep busy.
         audit_rate: share of finished greedy requests that are run again without speculation
             while the engine is idle, to compare the tokens.
     """

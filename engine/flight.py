@@ -72,3 +72,13 @@ class EventStream(AsyncIterator[Event]):
     async def aclose(self) -> None:
         """Aborts what still runs; harmless when nothing does."""
         self._abort(self._flight.request.request_id)
+
+
+def settle(future: asyncio.Future[Any], result: object) -> None:
+    """Answers who waits, with a result or an error."""
+    if future.done():  # whoever waited has given up
+        return
+    if isinstance(result, BaseException):
+        future.set_exception(result)
+    else:
+        future.set_result(result)

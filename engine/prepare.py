@@ -7,14 +7,14 @@ import time
 from dataclasses import replace
 
 from engine.cache.pages import DRAFT, PRIVATE, TARGET, PagePool
-from engine.calibrate import load_calibration
+from engine.calibrate import PassTimer, load_calibration
 from engine.config import EngineConfig
-from engine.control.calibration import Calibration
 from engine.control.options import PlannerOptions
 from engine.control.planner import FixedPlanner
 from engine.core import Engine
 from engine.errors import ConfigurationError
 from engine.model.loader import LoadedModel, Runner
+from engine.model.threads import ThreadWatch
 from engine.rules import RequestRules
 from engine.types import Request, SamplingParams, SpeculationParams
 
@@ -22,6 +22,10 @@ logger = logging.getLogger(__name__)
 
 #: Seconds a start may wait for the memory of the K/V pages.
 _POPULATE_SECONDS = 5.0
+
+#: Longest that a start looks whether threads get cores, and tokens of the passes it does so with.
+_SETTLE_SECONDS = 2.0
+_SETTLE_ROWS = 8
 
 #: Most query tokens of a pass that is timed.
 _MOST_ROWS = 256
@@ -38,19 +42,42 @@ def populate(runners: list[Runner]) -> None:
         logger.info("memory of %d of %d tokens is backed", tokens, store.keys.shape[1])
 
 
-def measure(
-    config: EngineConfig, models: list[LoadedModel], runners: list[Runner], pool: PagePool
-) -> list[Calibration]:
-    """What passes of each model cost on this machine.
+def settle_threads(threads: ThreadWatch | None, runner: Runner, pool: PagePool) -> None:
+    """Runs passes until it is clear how many threads get cores: what a pass costs depends on it.
 
     Args:
+        threads: finds it out; None = nobody does.
+        runner: the model's, unused so far.
+        pool: all of its pages free.
+    """
+    if threads is None or threads.settled:
+        return
+    timer = PassTimer(runner, pool, 1, min(_SETTLE_ROWS + 1, pool.num_pages * pool.page_size))
+    until = time.monotonic() + _SETTLE_SECONDS
+    while not threads.settled and time.monotonic() < until:
+        timer.seconds(_SETTLE_ROWS, 1, 0)
+        threads.look()
+    timer.close()
+
+
+def measure(
+    options: PlannerOptions,
+    config: EngineConfig,
+    models: list[LoadedModel],
+    runners: list[Runner],
+    pool: PagePool,
+) -> PlannerOptions:
+    """The same options, with what passes of target and draft model cost on this machine.
+
+    Args:
+        options: of the planner.
         config: names the models' directories.
         models: the target, and the draft model if there is one.
         runners: theirs, unused so far.
         pool: all of its pages free.
     """
     configs = [config.model, config.speculation.draft_model][: len(models)]
-    return [
+    measured = [
         load_calibration(
             source.path if source else "",
             str(model.shape.dtype),
@@ -61,10 +88,6 @@ def measure(
         )
         for source, model, runner in zip(configs, models, runners, strict=True)
     ]
-
-
-def inform(options: PlannerOptions, measured: list[Calibration]) -> PlannerOptions:
-    """The same options, with what passes of target and draft model cost."""
     drafts = {"model": measured[DRAFT]} if len(measured) > DRAFT else {}
     return replace(options, calibration=measured[TARGET], draft_calibrations=drafts)
 

@@ -1,8 +1,7 @@
 """The nouns of the engine: plain data, no tensors, no text.
 
-What a caller asks for is frozen and crosses the thread border (`Request`); what the engine
-answers is frozen too (`Tokens`, `Finished`, `Failed`). Only `Sequence` changes, and only on
-the engine's own thread.
+What a caller asks for is frozen and crosses the thread border (`Request`); so is what the engine
+answers (`Tokens`, `Finished`). Only `Sequence` changes, and only on the engine's own thread.
 """
 
 from __future__ import annotations
@@ -268,6 +267,8 @@ class StepStats:
     drafter_seconds: Mapping[str, float] = field(default_factory=dict)  # draft_seconds by drafter
     draft_forwards: int = 0  # passes of draft models
     between_seconds: float = 0.0  # see `step_stats`
+    threads: int | None = None  # that compute; None = not looked after
+    waiting_threads: float | None = None  # of them, on average, without a core
 
 
 @dataclass(frozen=True, slots=True)

@@ -57,7 +57,9 @@ class Settings(BaseModel):
     runner: Literal["auto", "native", "torch", "reference"] = Field(
         "auto", description="what runs the model; auto: the fastest that applies"
     )
-    threads: Count | None = Field(None, description="compute threads; default: one per core")
+    threads: Count | None = Field(
+        None, description="most compute threads; default: one per core that it may keep busy"
+    )
     max_model_len: Count | None = Field(
         None, description="most tokens of prompt and completion; default: the model's own limit"
     )

@@ -16,7 +16,7 @@ from engine.config import EngineConfig, ModelConfig, SpeculationConfig
 from engine.control.adaptive import AdaptivePlanner
 from engine.control.options import PlannerOptions
 from engine.control.report import measuring
-from engine.prepare import inform, measure, warm_up
+from engine.prepare import measure, warm_up
 from tests.drafters import ScriptedDrafter
 from tests.fakes import FakeRunner, load_fake, make_engine
 
@@ -105,7 +105,7 @@ def test_the_draft_model_is_measured_too(
     target, draft = Recorder(), Recorder()
     speculation = SpeculationConfig(drafter="model", draft_model=ModelConfig("small"))
     config = EngineConfig(ModelConfig("large"), speculation=speculation)
-    options = inform(PlannerOptions(8), measure(config, [load_fake()] * 2, [target, draft], pool))
+    options = measure(PlannerOptions(8), config, [load_fake()] * 2, [target, draft], pool)
     assert target.contexts
     assert draft.contexts
     assert options.calibration is not None
@@ -114,7 +114,7 @@ def test_the_draft_model_is_measured_too(
     planner = AdaptivePlanner(options)
     rounds = options.draft_calibrations["model"].rows_seconds(1)
     assert planner.costs.draft("model").round_seconds > rounds
-    alone = inform(PlannerOptions(8), measure(config, [load_fake()], [target], pool))
+    alone = measure(PlannerOptions(8), config, [load_fake()], [target], pool)
     assert alone.calibration == options.calibration  # from the cache
     assert not alone.draft_calibrations
 
