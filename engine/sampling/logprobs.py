@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
+from engine.sampling.threads import one_thread
 from engine.types import TokenLogprobs
 
 #: Rows in the works at a time: enough to spread the cost of a call, few enough for the cache.
 _BLOCK = 8
 
 
+@one_thread()
 def token_logprobs(
     logits: Tensor, token_ids: Sequence[int], top: int, vocab_size: int | None = None
 ) -> list[TokenLogprobs]:
@@ -41,36 +42,26 @@ def token_logprobs(
     if len(logits) != len(token_ids):
         raise ValueError(f"{len(token_ids)} tokens cannot be looked up in {len(logits)} rows")
     entries: list[TokenLogprobs] = []
-    with one_thread():
-        for start in range(0, len(token_ids), _BLOCK):
-            rows = logits[start : start + _BLOCK, :vocab_size].float()
-            entries += _block_logprobs(rows, token_ids[start : start + _BLOCK], top)
+    for start in range(0, len(token_ids), _BLOCK):
+        rows = logits[start : start + _BLOCK, :vocab_size].float()
+        entries += _block_logprobs(rows, token_ids[start : start + _BLOCK], top)
     return entries
-
-
-@contextmanager
-def one_thread() -> Iterator[None]:
-    """torch's operations of this thread share their work with no other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(before)
 
 
 def _block_logprobs(rows: Tensor, tokens: Sequence[int], top: int) -> Iterator[TokenLogprobs]:
     """The entries of a few rows, [R, V] float32. Each is computed as if it were alone."""
     ids = torch.tensor(tokens, device=rows.device).unsqueeze(1)
     peaks = rows.amax(dim=1, keepdim=True)
-    totals = (rows - peaks).exp_().sum(dim=1, dtype=torch.float64)
+    weights = (rows - peaks).exp_()
+    totals = [float(row.sum(dtype=torch.float64)) for row in weights]
     mine = rows.gather(1, ids)
     above = (rows > mine).count_nonzero(dim=1)
     equal = (rows == mine).count_nonzero(dim=1)
     best = _best(rows, min(top, rows.shape[1]))
-    columns = (peaks[:, 0], totals, mine[:, 0], above, equal)
-    numbers = zip(tokens, rows, best, *(column.tolist() for column in columns), strict=True)
-    for token, row, found, peak, total, logit, ahead, alike in numbers:
+    columns = (column.tolist() for column in (peaks[:, 0], mine[:, 0], above, equal))
+    for token, row, found, total, peak, logit, ahead, alike in zip(
+        tokens, rows, best, totals, *columns, strict=True
+    ):
         log_total = peak + math.log(total)
         if alike > 1:
             ahead += int((row[:token] == logit).count_nonzero())
