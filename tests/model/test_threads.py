@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 import time
 
 import pytest
 import torch
 
+from engine.async_engine import AsyncEngine
+from engine.build import BuiltEngine
 from engine.model.threads import ThreadWatch, try_out
+from engine.prepare import settle_threads
 from tests.control.test_adaptive import make_stats
+from tests.fakes import ask, make_config, make_engine, tiny
+from tests.test_async_engine import PROMPT, Bench, read, text
+from tests.test_core_limits import greedy_text
 
 
 class Machine:
@@ -28,6 +35,20 @@ class Machine:
     def apply(self, threads: int) -> None:
         self.threads = threads
         self.history.append(threads)
+
+    def tick(self) -> float:
+        """A clock that goes on by a third of a second whenever it is asked."""
+        self.now += 0.34
+        return self.now
+
+    def read_on(self) -> dict[int, tuple[float, float]]:
+        """What threads have got that work all the time."""
+        share = min(1.0, self.cores / (max(1, self.threads) + self.neighbours))
+        for i in range(self.threads):
+            ran, waited = self.times.get(threading.get_native_id() + i, (0.0, 0.0))
+            spent = 0.34 * share, 0.34 * (1 - share)
+            self.times[threading.get_native_id() + i] = ran + spent[0], waited + spent[1]
+        return dict(self.times)
 
     def work(self, watch: ThreadWatch, seconds: float, busy: float = 1.0) -> None:
         """Passes of 20 ms; `busy` of the time."""
@@ -169,3 +190,37 @@ def test_trying_out_ends_and_leaves_this_thread_alone() -> None:
     assert 1 <= threads <= 2
     assert waiting is None or waiting >= 0
     assert torch.get_num_threads() == before
+
+
+def test_the_engine_looks_after_every_step_and_says_what_it_found() -> None:
+    """Threads are given up between two steps; what is said stays the same."""
+    bench = Bench()
+    plain = bench.built
+    crowded = Machine(2, 2)
+
+    def build(*_: object) -> BuiltEngine:
+        crowded.now = 1.0
+        watch = ThreadWatch(2, crowded.read_on, crowded.tick, crowded.apply)
+        return dataclasses.replace(plain, threads=watch)
+
+    bench.engine = AsyncEngine(make_config(), on_step=bench.steps.append, build=build)
+
+    async def body(_: Bench) -> None:
+        said = text(await read(bench.engine.submit(ask("r", PROMPT, 12, ignore_eos=True))))
+        assert said == greedy_text(PROMPT, 12)
+
+    bench.run(body)
+    assert crowded.history[:2] == [2, 1]
+    assert [stats.threads for stats in bench.steps[:3]] == [1, 1, 1]
+    assert bench.steps[0].waiting_threads == pytest.approx(1.0)
+
+
+def test_a_start_finds_out_how_many_threads_get_cores_before_it_measures() -> None:
+    built = make_engine(tiny())
+    crowded = Machine(2, 2)
+    watch = ThreadWatch(2, crowded.read_on, crowded.tick, crowded.apply)
+    settle_threads(watch, built.engine.parts.target, built.engine.parts.pool)
+    assert watch.settled
+    assert crowded.history == [2, 1]
+    assert built.engine.parts.pool.num_used == 0
+    settle_threads(None, built.engine.parts.target, built.engine.parts.pool)  # nobody asks
