@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.cache.pages import TARGET
+from engine.control.calibration import ASSUMED, Calibration
 from engine.scheduler import StepPlan
 from engine.sequence import Sequence, Status
 from tests.desk import Desk, served, start
@@ -100,6 +101,14 @@ def test_unmeasured_passes_are_bounded_in_tokens() -> None:
             start(desk, desk.add(20, max_tokens=100))
             desk.add(6500)
             assert desk.step().scheduled[1].num_feed == fed
+
+
+def test_a_calibration_bounds_steps_if_it_got_far_enough() -> None:
+    """A busy machine may not get beyond a few rows in its time, and what follows is a guess."""
+    full = Calibration(((1, 0.01), (32, 0.02), (64, 0.04)), 1e-3, 1e-6, 1e-7)
+    assert full.seconds(16, 2, 1000, 5000) == pytest.approx(0.01 * (1 + 15 / 31) + 3.5e-3)
+    assert Calibration(((1, 0.2), (2, 0.4), (4, 0.7)), 0, 0, 0).seconds(2, 1, 9, 9) is None
+    assert ASSUMED.seconds(2, 1, 9, 9) is None
 
 
 # -- prompts beside prompts ------------------------------------------------------------------

@@ -25,6 +25,9 @@ _SHORT_CONTEXT = 16
 #: A segment of the curve that grows by more than this share is searched for a step.
 _SUSPICIOUS_GROWTH = 0.15
 
+#: A curve that ends before, since the machine was too busy to get further, says nothing of prompts.
+_ENOUGH_ROWS = 32
+
 #: Smallest tile whose step is looked for behind a power of two.
 _TILE = 16
 
@@ -67,7 +70,7 @@ class Calibration:
 
     def seconds(self, rows: int, sequences: int, context: int, attention: int) -> float | None:
         """See `engine.budget.PassCost`."""
-        if not self.measured:
+        if not self.measured or self.curve[-1][0] < _ENOUGH_ROWS:
             return None
         linear = self.sequence_seconds * sequences + self.context_seconds * context
         return self.rows_seconds(rows) + linear + self.attention_seconds * attention
