@@ -17,6 +17,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -191,12 +192,11 @@ class AsyncEngine:
             self._tell(self._ended.set)
             return
         self._tell(settle, ready, built)
-        engine, idle = built.engine, IdleWork(built.idle)
-        last_word = _STOPPED
+        idle, last_word = IdleWork(built.idle), _STOPPED
         try:
-            while self._read_inbox(engine, idle):
-                if engine.has_work:
-                    output = engine.step()
+            while self._read_inbox(built.engine, idle):
+                if built.engine.has_work:
+                    output = _step(built)
                     idle.observe(output.events)
                     self._tell(self._deliver, output)
                 elif (found := idle.step()) is not None:
@@ -283,6 +283,15 @@ class AsyncEngine:
             self._land(flight)
         for answer in list(self._looks):
             settle(answer, error)
+
+
+def _step(built: BuiltEngine) -> StepOutput:
+    """One step, and afterwards a look at whether its threads had cores."""
+    output, threads = built.engine.step(), built.threads
+    if threads is None or output.stats is None:
+        return output
+    threads.look()
+    return replace(output, stats=threads.note(output.stats))
 
 
 def _look(engine: Engine) -> dict[str, Any] | RequestFailed:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, replace
 from pathlib import Path
-
-import torch
 
 from engine.audit.online import OnlineAudit
 from engine.cache.pages import TARGET, PagePool
@@ -27,10 +24,12 @@ from engine.errors import ConfigurationError
 from engine.idle import IdleTask
 from engine.judge import Judge
 from engine.meter.meter import Meter
+from engine.model.cores import find_cores
 from engine.model.loader import LoadedModel, load_model
 from engine.model.memory import available_memory, logits_bytes, plan_pages
 from engine.model.selftest import check_invariance
-from engine.prepare import measure, populate, warm_up
+from engine.model.threads import ThreadWatch
+from engine.prepare import measure, populate, settle_threads, warm_up
 from engine.rules import RequestRules
 from engine.scheduler import Scheduler
 from engine.types import EngineInfo
@@ -40,12 +39,14 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class BuiltEngine:
-    """An engine, what it is, which requests it takes, and what to do while there are none."""
+    """An engine, what it is, which requests it takes, what to do while there are none, and who
+    minds its threads."""
 
     engine: Engine
     info: EngineInfo
     rules: RequestRules
     idle: IdleTask | None = None
+    threads: ThreadWatch | None = None
 
 
 def build_engine(
@@ -60,10 +61,11 @@ def build_engine(
     Raises:
         ConfigurationError: it cannot start like this, and what to change.
     """
-    torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
+    threads = ThreadWatch(config.threads or find_cores().usable)
     report("Loading weights")
     loaded = load_model(Path(config.model.path), config.model)
-    built = assemble(config, loaded, load_models(config, report), prepare=True)
+    draft_models = load_models(config, report)
+    built = assemble(config, loaded, draft_models, prepare=True, threads=threads)
     report("Warming up")
     warm_up(built.engine, built.rules)
     report("Comparing rows across batch shapes")
@@ -76,6 +78,7 @@ def assemble(
     draft_models: Mapping[str, LoadedModel] | None = None,
     *,
     prepare: bool = False,
+    threads: ThreadWatch | None = None,
 ) -> BuiltEngine:
     """Builds an engine around models that are already in memory.
 
@@ -85,23 +88,24 @@ def assemble(
         draft_models: those that drafters run, by drafter.
         prepare: whether this may take seconds: to have the pages' memory backed, and for the
             planner to measure this machine, which it otherwise learns as it goes.
+        threads: keeps the number of compute threads right.
     """
     own = draft_models or {}
     entries = registry.wanted(config.speculation, own)
     names = [entry.name for entry in entries if entry.name in own]
     pool, [target, *others] = _make_cache(config, [loaded, *map(own.__getitem__, names)])
     drafting = dict(zip(names, others, strict=True))
-    if prepare:
-        populate([target.runner, *(model.runner for model in others)])
     portfolio = make_portfolio(config, entries, target, drafting, pool)
     options = _plan_how(config, portfolio)
     costs = CostModel(most_rows=config.scheduler.max_batch_tokens)
-    if prepare and options.mode is Mode.AUTO and portfolio.names:
+    if prepare:
+        populate([target.runner, *(model.runner for model in others)])
+        settle_threads(threads, target.runner, pool)
         costs = measure(config, target, drafting, pool)
     parts = EngineParts(
         target=target.runner,
         pool=pool,
-        scheduler=Scheduler(config.scheduler, pool),
+        scheduler=Scheduler(config.scheduler, pool, costs.target),
         drafters=portfolio,
         planner=ShieldedPlanner(AdaptivePlanner(options, costs)),
         meter=Meter(costs),
@@ -121,7 +125,7 @@ def assemble(
         drafters=info.drafters,
     )
     idle = OnlineAudit(engine, config.audit_rate, info.dtype) if config.audit_rate else None
-    return BuiltEngine(engine, info, rules, idle)
+    return BuiltEngine(engine, info, rules, idle, threads)
 
 
 def _describe(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from engine.errors import ConfigurationError
@@ -76,12 +77,18 @@ class SchedulerConfig:
         max_sequences: sequences that hold pages at once.
         max_waiting_sequences: queued sequences beyond which a request is refused.
         max_waiting_tokens: queued prompt tokens beyond which a request is refused.
+        decode_stretch: how many times its plain time a step that goes on with answers may take
+            because it also reads prompts, by the measured cost of a pass; 0 = no bound.
+        max_logprob_rows: prompt tokens whose log probabilities are wanted, in one step; each of
+            them needs a row of logits.
     """
 
     max_batch_tokens: int = 512
     max_sequences: int = 64
     max_waiting_sequences: int = 1024
     max_waiting_tokens: int = 1_000_000
+    decode_stretch: float = 2.0
+    max_logprob_rows: int = 128
 
     def __post_init__(self) -> None:
         _require(
@@ -92,6 +99,14 @@ class SchedulerConfig:
             self.max_batch_tokens >= self.max_sequences,
             f"max_batch_tokens is {self.max_batch_tokens}, below max_sequences "
             f"({self.max_sequences}); every running sequence needs room for one token a step.",
+        )
+        _require(
+            self.decode_stretch == 0 or 1 <= self.decode_stretch < math.inf,
+            f"decode_stretch is {self.decode_stretch}; it must be 1 or more, or 0 for no bound.",
+        )
+        _require(
+            self.max_logprob_rows >= 1,
+            f"max_logprob_rows is {self.max_logprob_rows}; it must be 1 or more.",
         )
 
 
@@ -151,7 +166,8 @@ class EngineConfig:
     """Everything `AsyncEngine.start` needs.
 
     Args:
-        threads: torch's intra-op threads; None = one per core the process may use.
+        threads: most compute threads, fewer while cores are taken by others; None = one per core
+            that the process may keep busy.
         audit_rate: share of finished greedy requests that are run again without speculation
             while the engine is idle, to compare the tokens.
     """

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from engine.cache.pages import PRIVATE, PagePool
-from engine.calibrate import load_calibration
+from engine.calibrate import PassTimer, load_calibration
 from engine.config import EngineConfig
 from engine.control.calibration import Calibration
 from engine.control.costs import CostModel
@@ -19,6 +19,7 @@ from engine.draft.entry import PagedModel
 from engine.errors import ConfigurationError
 from engine.meter.meter import Meter
 from engine.model.passes import Runner
+from engine.model.threads import ThreadWatch
 from engine.rules import RequestRules
 from engine.types import Request, SamplingParams, SpeculationParams
 
@@ -26,6 +27,10 @@ logger = logging.getLogger(__name__)
 
 #: Seconds a start may wait for the memory of the K/V pages.
 _POPULATE_SECONDS = 5.0
+
+#: Longest that a start looks whether threads get cores, and tokens of the passes it does so with.
+_SETTLE_SECONDS = 2.0
+_SETTLE_ROWS = 8
 
 #: Most query tokens of a pass that is timed.
 _MOST_ROWS = 256
@@ -40,6 +45,24 @@ def populate(runners: list[Runner]) -> None:
         store = runner.store
         tokens = store.populate(_POPULATE_SECONDS / len(runners))
         logger.info("memory of %d of %d tokens is backed", tokens, store.keys.shape[1])
+
+
+def settle_threads(threads: ThreadWatch | None, runner: Runner, pool: PagePool) -> None:
+    """Runs passes until it is clear how many threads get cores: what a pass costs depends on it.
+
+    Args:
+        threads: finds it out; None = nobody does.
+        runner: the model's, unused so far.
+        pool: all of its pages free.
+    """
+    if threads is None or threads.settled:
+        return
+    timer = PassTimer(runner, pool, 1, min(_SETTLE_ROWS + 1, pool.num_pages * pool.page_size))
+    until = time.monotonic() + _SETTLE_SECONDS
+    while not threads.settled and time.monotonic() < until:
+        timer.seconds(_SETTLE_ROWS, 1, 0)
+        threads.look()
+    timer.close()
 
 
 def measure(

@@ -11,6 +11,7 @@ from __future__ import annotations
 import bisect
 from dataclasses import dataclass
 
+from engine.budget import Limits, PassCost, PromptBudget, share_out
 from engine.cache.pages import TARGET, PagePool
 from engine.config import SchedulerConfig
 from engine.sequence import Sequence, Status
@@ -55,19 +56,25 @@ class StepPlan:
 class Scheduler:
     """Continuous batching over a page pool.
 
-    Sequences are served by priority, then in order of arrival. When pages run out, draft
-    lengths shrink first; then the youngest sequence gives its pages back and is queued again.
+    Sequences are admitted by priority, then in order of arrival; how those that were share what
+    a step reads of prompts says `engine.budget`. When pages run out, draft lengths shrink first;
+    then the youngest sequence gives its pages back and is queued again.
 
     Args:
         config: limits of a step and of the queue.
         pool: the pages.
+        cost: of passes, which bounds steps that decode; None = unknown.
     """
 
-    def __init__(self, config: SchedulerConfig, pool: PagePool) -> None:
+    def __init__(
+        self, config: SchedulerConfig, pool: PagePool, cost: PassCost | None = None
+    ) -> None:
         self.config = config
         self.pool = pool
+        self.cost = cost
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
+        self._unread: set[Sequence] = set()  # admitted and not fed yet
         self._planned: dict[Sequence, int] = {}  # sequence -> committed tokens it is fed
         self._preemptions = 0
         self._prefix_query_tokens = 0
@@ -81,6 +88,7 @@ class Scheduler:
         """Takes a finished or aborted sequence out, wherever it is, and frees its pages."""
         queue = self.running if sequence.status is Status.RUNNING else self.waiting
         queue.remove(sequence)
+        self._unread.discard(sequence)
         self.pool.free(sequence.table)
         sequence.status = Status.FINISHED
 
@@ -88,11 +96,11 @@ class Scheduler:
         """Decides the next step and reserves the pages it writes to."""
         self._planned = {}
         self._preemptions = self._prefix_query_tokens = self._prefix_hit_tokens = 0
-        budget = self.config.max_batch_tokens
-        budget -= self._plan_decodes()
+        self._plan_decodes()
+        self._admit()
+        budget = self.config.max_batch_tokens - len(self._planned)
         budget, reserved = self._split_budget(budget)
-        budget = self._plan_prefills(budget)
-        budget = self._admit(budget)
+        budget -= self._plan_prompts(budget)
         drafts = self._grant_drafts(budget + reserved)
         return StepPlan(
             scheduled=tuple(
@@ -106,30 +114,14 @@ class Scheduler:
 
     # -- the parts of a plan -------------------------------------------------------------
 
-    def _plan_decodes(self) -> int:
-        """Every decoding sequence is fed its one token; returns the tokens used."""
+    def _plan_decodes(self) -> None:
+        """Every decoding sequence is fed its one token."""
         for sequence in sorted(self.running, key=lambda s: s.order):
             decodes = sequence.status is Status.RUNNING and sequence.num_uncached == 1
-            if decodes and self._reserve_or_preempt(sequence):
+            if decodes and sequence not in self._unread and self._reserve_or_preempt(sequence):
                 self._planned[sequence] = 1
-        return len(self._planned)
 
-    def _split_budget(self, budget: int) -> tuple[int, int]:
-        """Sets aside tokens for drafts, but never more than half while prefills want them."""
-        wanted = sum(s.max_draft for s in self._planned)
-        busy = self.waiting or len(self._planned) < len(self.running)
-        reserved = min(wanted, budget // 2 if busy else budget)
-        return budget - reserved, reserved
-
-    def _plan_prefills(self, budget: int) -> int:
-        """Running sequences with more than one token to feed get what the budget gives."""
-        for sequence in sorted(self.running, key=lambda s: s.order):
-            if budget > 0 and sequence not in self._planned and sequence.num_uncached > 1:
-                self._planned[sequence] = min(budget, sequence.num_uncached)
-                budget -= self._planned[sequence]
-        return budget
-
-    def _admit(self, budget: int) -> int:
+    def _admit(self) -> None:
         """Waiting sequences join while there is room for their whole prompt.
 
         A choice whose sibling is just computing pages of the same prompt is passed over: a
@@ -137,7 +129,7 @@ class Scheduler:
         """
         prefilling = {id(s.request) for s in self.running if self._computes_shared_pages(s)}
         for sequence in list(self.waiting):
-            if budget <= 0 or len(self.running) >= self.config.max_sequences:
+            if len(self.running) >= self.config.max_sequences:
                 break
             if id(sequence.request) in prefilling:
                 continue
@@ -145,9 +137,38 @@ class Scheduler:
                 break  # first come, first served: nobody overtakes for being smaller
             if self._computes_shared_pages(sequence):
                 prefilling.add(id(sequence.request))
-            self._planned[sequence] = min(budget, sequence.num_uncached)
-            budget -= self._planned[sequence]
-        return budget
+
+    def _split_budget(self, budget: int) -> tuple[int, int]:
+        """Sets aside tokens for drafts, but never more than half while prompts want them."""
+        wanted = sum(s.max_draft for s in self._planned)
+        busy = len(self._planned) < len(self.running)
+        reserved = min(wanted, budget // 2 if busy else budget)
+        return budget - reserved, reserved
+
+    def _plan_prompts(self, budget: int) -> int:
+        """Sequences with more than their last token to feed share the budget; returns what
+        they use of it."""
+        limits = Limits(budget, self.config.max_logprob_rows, self.config.decode_stretch)
+        prompts = PromptBudget(limits, list(self._planned), self.cost)
+        reading = [s for s in self.running if s not in self._planned]
+        share_out(sorted(reading, key=lambda s: s.order), prompts)
+        for sequence, fed in prompts.fed.items():
+            if sequence in self._unread:
+                self._begin(sequence)
+            self._planned[sequence] = min(fed, sequence.num_uncached)
+        return sum(prompts.fed.values())
+
+    def _begin(self, sequence: Sequence) -> None:
+        """An admitted sequence gets its first tokens: what others have computed since it was
+        admitted is found now. That never takes more pages than it has."""
+        self._unread.remove(sequence)
+        self.pool.free(sequence.table)
+        self._match_and_reserve(sequence)
+        hit = sequence.table.num_cached[TARGET]
+        self._prefix_query_tokens += len(sequence.tokens)
+        self._prefix_hit_tokens += hit
+        if sequence.first_scheduled is None:
+            sequence.cached_prompt_tokens = hit
 
     def _computes_shared_pages(self, sequence: Sequence) -> bool:
         """Whether full pages of its prompt are still to come, for siblings to find."""
@@ -159,21 +180,22 @@ class Scheduler:
         """Moves a sequence to `running` with pages for all its tokens, if there are enough
         and every running sequence could still take its next page (else it would be preempted
         right away)."""
-        pool, table = self.pool, sequence.table
-        # A prompt whose log probabilities are wanted must pass through the model whole.
-        hit = 0 if sequence.wants_prompt_logprobs else pool.match_prefix(table, sequence.tokens)
-        fits = pool.reserve(table, len(sequence.tokens))
-        if not fits or pool.num_available < len(self.running):
-            pool.free(table)
+        if not self._match_and_reserve(sequence) or self.pool.num_available < len(self.running):
+            self.pool.free(sequence.table)
             return False
-        self._prefix_query_tokens += len(sequence.tokens)
-        self._prefix_hit_tokens += hit
-        if sequence.first_scheduled is None:
-            sequence.cached_prompt_tokens = hit
         self.waiting.remove(sequence)
+        self._unread.add(sequence)
         sequence.status = Status.RUNNING
         self.running.append(sequence)
         return True
+
+    def _match_and_reserve(self, sequence: Sequence) -> bool:
+        """Takes the pages that the prefix index has, and new ones for all other tokens; whether
+        there are enough."""
+        # A prompt whose log probabilities are wanted must pass through the model whole.
+        if not sequence.wants_prompt_logprobs:
+            self.pool.match_prefix(sequence.table, sequence.tokens)
+        return self.pool.reserve(sequence.table, len(sequence.tokens))
 
     def _reserve_or_preempt(self, sequence: Sequence) -> bool:
         """Reserves the page of a decode's new token, taking pages from younger sequences.
@@ -191,6 +213,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         """Frees a sequence's pages and queues it again; it is recomputed when it returns."""
         self.running.remove(sequence)
+        self._unread.discard(sequence)
         self.pool.free(sequence.table)
         sequence.status = Status.WAITING
         sequence.preemptions += 1

@@ -270,6 +270,8 @@ class StepStats:
     drafter_seconds: Mapping[str, float] = field(default_factory=dict)  # draft_seconds by drafter
     draft_forwards: int = 0  # passes of draft models
     between_seconds: float = 0.0  # see `step_stats`
+    threads: int | None = None  # that compute; None = not looked after
+    waiting_threads: float | None = None  # of them, on average, without a core
 
 
 @dataclass(frozen=True, slots=True)

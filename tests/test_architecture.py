@@ -22,7 +22,8 @@ LAYERS = (
     {"engine.cache", "engine.sampling"},
     {"engine.sequence", "engine.rules", "engine.admission", "engine.flight", "engine.verification"}
     | {"engine.idle"},
-    {"engine.scheduler", "engine.batch", "engine.laps"},
+    {"engine.budget", "engine.laps"},
+    {"engine.scheduler", "engine.batch"},
     {"engine.model", "engine.layout"},
     {"engine.draft"},
     {"engine.load", "engine.control.calibration", "engine.judge", "engine.statistics"}
@@ -53,6 +54,7 @@ SERVER_MAY_ALSO = {
 #: Modules that only move integers; they must work, and be quick to import, without torch.
 WITHOUT_TORCH = (
     "engine.admission",
+    "engine.budget",
     "engine.cache.pages",
     "engine.config",
     "engine.draft.automaton",

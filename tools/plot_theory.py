@@ -1,4 +1,4 @@
-"""Draws docs/theory.png from the formulas of server.cli.formulas.py.
+"""Draws docs/theory.png from the formulas of server/cli/formulas.py.
 
     pip install matplotlib
     python tools/plot_theory.py            # writes docs/theory.png

@@ -41,6 +41,9 @@ _STALE = 0.005
 _KEEP = 0.98
 _PAUSE = 2.0
 
+#: Query tokens that a calibration reaches if it tells anything of prompts.
+_ENOUGH_ROWS = 32
+
 #: Query tokens over which the price of reading a token is taken from a calibration.
 _MANY_ROWS = 128
 
@@ -92,8 +95,8 @@ class Terms:
         return error
 
 
-class PassCost:
-    """Seconds of the target's pass.
+class VerifyCost:
+    """Seconds of the target's pass, which verifies; an `engine.budget.PassCost`.
 
     Args:
         calibration: where learning starts from.
@@ -111,11 +114,17 @@ class PassCost:
             calibration.attention_seconds,
         )
         self._scale = Terms((1.0,), known=calibration.measured)
+        # A curve that ends early, on a machine too busy to get further, says nothing of prompts.
+        self._known = calibration.measured and calibration.curve[-1][0] >= _ENOUGH_ROWS
         self._table = self._curve.copy()
         self._moved = 0.0
         self.samples = 0
 
-    def seconds(self, load: Load) -> float:
+    def seconds(self, rows: int, sequences: int, context: int, attention: int) -> float | None:
+        """See `engine.budget.PassCost`."""
+        return self.predict(Load(0, sequences, rows, context, attention)) if self._known else None
+
+    def predict(self, load: Load) -> float:
         """Seconds of one pass."""
         rows = min(load.rows, len(self._table) - 1)
         return self._scale.weights[0] * (float(self._table[rows]) + self._linear(load))
@@ -253,7 +262,7 @@ class CostModel:
         draft_calibrations: Mapping[str, Calibration] | None = None,
     ) -> None:
         self.calibrated = calibration is not None
-        self.target = PassCost(calibration or ASSUMED, most_rows)
+        self.target = VerifyCost(calibration or ASSUMED, most_rows)
         self._draft_calibrations = draft_calibrations or {}
         self.drafts: dict[str, DraftCost] = {}
         self._overhead = Terms((2e-4, 5e-5))  # by step and sequence; half of it between steps
@@ -278,7 +287,7 @@ class CostModel:
 
     def plain_seconds(self, load: Load) -> float:
         """A step without speculation."""
-        return self.target.seconds(load) + self.overhead(load.batch)
+        return self.target.predict(load) + self.overhead(load.batch)
 
     def observe_overhead(self, batch: int, tokens: int, seconds: float) -> None:
         """Learns from the time of a step outside of pass, drafting and planning.

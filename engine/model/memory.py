@@ -24,9 +24,10 @@ def available_memory(device: torch.device) -> int:
 
 
 def logits_bytes(config: SchedulerConfig, max_draft: int, vocab_size: int) -> int:
-    """Memory for the logits of the largest step: every sequence with a full draft, or a whole
-    batch of prompt tokens whose log probabilities are wanted."""
-    rows = max(config.max_sequences * (1 + max_draft), config.max_batch_tokens)
+    """Memory for the logits of the largest step: every sequence with a full draft, and as many
+    prompt tokens whose log probabilities are wanted as a step may have."""
+    prompt_rows = min(config.max_logprob_rows, config.max_batch_tokens)
+    rows = config.max_sequences * (1 + max_draft) + prompt_rows
     return rows * vocab_size * 4 * _LOGITS_COPIES
 
 

@@ -7,6 +7,7 @@ import math
 import torch
 from torch import Tensor
 
+from engine.sampling.threads import one_thread
 from engine.types import SamplingParams
 
 _LARGEST = torch.finfo(torch.float32).max
@@ -17,6 +18,7 @@ _SORT_AT_ONCE = 2048
 _BISECTIONS = 5
 
 
+@one_thread()
 def truncate(logits: Tensor, params: SamplingParams) -> tuple[Tensor | None, Tensor]:
     """The support of one row's distribution and its scaled logits.
 

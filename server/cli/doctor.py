@@ -60,8 +60,11 @@ def _machine(settings: Settings) -> Iterator[Finding]:
     native = "yes" if _engine("linear").has_native_bfloat16() else "no"
     yield "device", f"{device} ({platform.machine()})", False
     yield "dtype", f"{dtype} (bfloat16 native to the CPU: {native})", False
-    cores = len(os.sched_getaffinity(0))
-    yield "cores", f"{cores} usable, {settings.threads or cores} compute threads", False
+    cores = _engine("cores").find_cores()
+    yield "cores", str(cores), False
+    threads, waiting = _engine("threads").try_out(settings.threads or cores.usable)
+    found = "not known" if waiting is None else f"{waiting:.1f} of them at a time"
+    yield "compute threads", f"{threads} just now; without a core: {found}", False
     yield "free memory", f"{memory.available_memory(device) / 2**30:.1f} GiB on {device}", False
     flags = _cpu_flags()
     have = [feature for feature in _CPU_FEATURES if feature in flags]

@@ -67,7 +67,9 @@ class Settings(BaseModel):
     runner: Literal["auto", "native", "torch", "reference"] = Field(
         "auto", description="what runs the model; auto: the fastest that applies"
     )
-    threads: Count | None = Field(None, description="compute threads; default: one per core")
+    threads: Count | None = Field(
+        None, description="most compute threads; default: one per core that it may keep busy"
+    )
     max_model_len: Count | None = Field(
         None, description="most tokens of prompt and completion; default: the model's own limit"
     )
@@ -123,6 +125,11 @@ class Settings(BaseModel):
 
     max_batch_tokens: Count = Field(
         _SCHEDULER.max_batch_tokens, description="tokens in one pass of the model"
+    )
+    decode_stretch: float = Field(
+        _SCHEDULER.decode_stretch,
+        ge=0,
+        description="times its plain time a step may take while prompts are read; 0: no bound",
     )
     max_sequences: Count = Field(_SCHEDULER.max_sequences, description="sequences that run at once")
     max_waiting_sequences: int = Field(
@@ -249,6 +256,7 @@ class Settings(BaseModel):
                 max_sequences=self.max_sequences,
                 max_waiting_sequences=self.max_waiting_sequences,
                 max_waiting_tokens=self.max_waiting_tokens,
+                decode_stretch=self.decode_stretch,
             ),
             speculation=SpeculationConfig(
                 mode=self.speculation,

@@ -181,6 +181,10 @@ class StepMetrics:
         self._drafted_by_position = make.labelled_counter(
             "specserve_spec_draft_tokens_per_pos", "Draft tokens checked.", "position"
         )
+        self._threads = make.gauge("specserve_compute_threads", "Threads that share a pass.")
+        self._waiting_threads = make.gauge(
+            "specserve_compute_threads_waiting", "Of those, without a core, on average."
+        )
         self._times(make)
         self._facts(make)
         self._tokens_per_step = TokensPerStep(make.model_name)
@@ -270,6 +274,9 @@ class StepMetrics:
         self._waiting.set(self.in_flight - running)
         used = last.pages_used / max(1, last.pages_total) if last is not None else 0.0
         self._pages.set(used if self.in_flight else 0.0)
+        if last is not None and last.threads is not None:
+            self._threads.set(last.threads)
+            self._waiting_threads.set(last.waiting_threads or 0.0)
 
     def describe(self, info: EngineInfo) -> None:
         """Publishes what the started engine is."""

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from server.configure import load_settings
 
 from engine import prepare
 from engine.build import BuiltEngine, assemble
@@ -18,9 +19,8 @@ from engine.draft.entry import DrafterContext, DrafterEntry, OwnModel
 from engine.draft.model import ModelDrafter, make_drafter
 from engine.errors import ConfigurationError, InvalidRequest
 from engine.types import SpeculationParams
-from server.configure import load_settings
-from server.doctor import _drafter as drafter_findings
-from server.settings import Settings
+from server.cli.doctor import _drafter as drafter_findings
+from server.cli.settings import Settings
 from tests.drafters import ScriptedDrafter
 from tests.fakes import Run, ask, load_fake, run
 from tests.tiny_models import load

@@ -48,12 +48,11 @@ def test_less_than_a_page_is_refused(free: int) -> None:
 
 
 def test_logits_of_the_largest_step_are_counted() -> None:
-    """(k + 1) rows of every sequence; or a batch of prompt tokens whose log probabilities are
-    wanted."""
+    """(k + 1) rows of every sequence, and the prompt tokens whose log probabilities are wanted."""
     config = SchedulerConfig(max_batch_tokens=64, max_sequences=32)
     plain = logits_bytes(config, 0, 1000)
     assert plain >= 64 * 1000 * 4
-    assert logits_bytes(config, 7, 1000) == plain * (32 * 8) // 64
+    assert logits_bytes(config, 7, 1000) == plain * (32 * 8 + 64) // (32 + 64)
     assert logits_bytes(config, 7, 2000) == 2 * logits_bytes(config, 7, 1000)
 
 

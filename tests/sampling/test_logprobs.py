@@ -6,8 +6,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine.sampling import token_logprobs
+from engine.types import TokenLogprobs
 
 
 def test_equal_to_log_softmax() -> None:
@@ -79,7 +81,49 @@ def test_a_certain_token_is_zero() -> None:
     assert entry.logprob == 0.0
 
 
+def plain_logprobs(logits: torch.Tensor, token: int, top: int) -> TokenLogprobs:
+    """One row by itself, step by step, everything sorted."""
+    row = logits.float()
+    total = float(row.max()) + math.log(float((row - row.max()).exp().sum(dtype=torch.float64)))
+    order = sorted(range(len(row)), key=lambda i: (-float(row[i]), i))
+    best = tuple((i, float(row[i]) - total) for i in order[:top])
+    return TokenLogprobs(token, float(row[token]) - total, order.index(token) + 1, best)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_many_rows_are_what_each_is_by_itself_bit_for_bit(dtype: torch.dtype) -> None:
+    """More than are computed at a time, with and without ties."""
+    logits = (torch.randn(21, 3000, generator=torch.Generator().manual_seed(3)) * 4).to(dtype)
+    tokens = torch.randint(0, 3000, (21,), generator=torch.Generator().manual_seed(4)).tolist()
+    for top in (0, 1, 20):
+        expected = [plain_logprobs(r, t, top) for r, t in zip(logits, tokens, strict=True)]
+        assert token_logprobs(logits, tokens, top) == expected
+
+
+def test_rows_are_computed_by_one_thread_and_do_not_depend_on_how_many_there_are() -> None:
+    """Threads that meet a dozen times a row stand still on a busy machine; and a sum that is
+    shared out depends on how many share it."""
+    logits = (torch.randn(3, 200_000, generator=torch.Generator().manual_seed(5)) * 4).bfloat16()
+    alone = token_logprobs(logits, [1, 2, 3], 3)
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    seen = set()
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            seen.add(torch.get_num_threads())
+            return func(*args, **(kwargs or {}))
+
+    try:
+        with Watch():
+            assert token_logprobs(logits, [1, 2, 3], 3) == alone
+        assert seen == {1}
+        assert torch.get_num_threads() == 4
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_every_row_needs_its_token() -> None:
-    with pytest.raises(ValueError, match="zip"):
+    with pytest.raises(ValueError, match="1 tokens cannot be looked up in 2 rows"):
         token_logprobs(torch.zeros(2, 4), [1], 0)
     assert token_logprobs(torch.zeros(0, 4), [], 5) == []

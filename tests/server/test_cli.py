@@ -122,6 +122,8 @@ def test_doctor_says_what_fits(
     monkeypatch.setenv("PATH", "/nowhere")
     assert main(["doctor", *small(model)]) == 0
     shown = capsys.readouterr().out
+    assert re.search(r"^ok +cores +\d+ usable \(\d+ by affinity, ", shown, re.MULTILINE)
+    assert re.search(r"^ok +compute threads +\d+ just now; without a core: ", shown, re.MULTILINE)
     for words in ("torch", "free memory", "no C++ compiler found", "ready to serve", str(model)):
         assert words in shown
     assert main(["doctor", "--model", "/no/such", "--runner", "native"]) == 1

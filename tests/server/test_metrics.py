@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from dataclasses import replace
 from typing import Any
@@ -209,6 +210,15 @@ def test_a_plain_step_drafts_nothing() -> None:
     seen = samples(app)
     assert seen["vllm:spec_decode_num_drafts_total",] == 0
     assert seen["specserve_spec_tokens_per_step_bucket", "1.0"] == 4
+
+
+def test_compute_threads_are_shown() -> None:
+    metrics = Metrics(MODEL)
+    app = create_app(FakeEngine(), make_tokenizer(), MODEL, metrics=metrics)
+    metrics.on_step(dataclasses.replace(STEP, threads=3, waiting_threads=0.25))
+    seen = samples(app)
+    assert seen["specserve_compute_threads",] == 3
+    assert seen["specserve_compute_threads_waiting",] == 0.25
 
 
 def test_what_is_in_flight_bounds_the_gauges() -> None:
