@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from filelock import FileLock
 
-from tests.marking import SLOW_MARKS, marks_of
+from tests.marking import SLOW_MARKS, is_slow, marks_of
 from tests.workers import Turns, printable
 
 # Imports make millions of objects that stay; looking through them again and again for garbage
@@ -57,10 +57,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         for mark in marks_of(item.path):
             item.add_marker(mark)
+        if is_slow(item.path, getattr(item, "originalname", item.name)):
+            item.add_marker("slow")
     if config.getoption("--quick"):
-        slow = [item for item in items if any(m.name in SLOW_MARKS for m in item.iter_markers())]
-        config.hook.pytest_deselected(items=slow)
-        items[:] = [item for item in items if item not in set(slow)]
+        slow = {item for item in items if any(m.name in SLOW_MARKS for m in item.iter_markers())}
+        config.hook.pytest_deselected(items=list(slow))
+        items[:] = [item for item in items if item not in slow]
 
 
 def pytest_collection_finish() -> None:

@@ -1,7 +1,7 @@
 """Which tests are slow and why, told by where they lie and by what their file imports.
 
-Whole files are marked here, so that the quick part of the suite need not even import them; single
-tests carry the same marks as decorators.
+Whole files are marked here, so that the quick part of the suite need not even import them, and
+single tests that take seconds among quick ones. A decorator with the same mark does as well.
 """
 
 from __future__ import annotations
@@ -21,6 +21,25 @@ PLACES = {
     "tests/lossless": "slow",
     "tests/server/test_fuzz.py": "slow",
     "tests/tools": "slow",
+}
+
+#: Tests of files that are quick otherwise, whose cases together take two seconds or more.
+SLOW_TESTS = {
+    "tests/draft/test_model_drafter.py": {"test_answers_do_not_depend_on_the_draft_model"},
+    "tests/draft/test_portfolio.py": {
+        "test_acceptance_after_a_pause_of_fifty_steps_is_what_it_is_without",
+        "test_greedy_is_transformers_while_drafters_switch",
+        "test_sampled_answers_are_the_same_while_drafters_switch",
+    },
+    "tests/draft/test_store.py": {"test_the_account_is_honest"},
+    "tests/loadtest/test_compare.py": {
+        "test_the_interval_covers_the_truth_about_as_often_as_it_says"
+    },
+    "tests/model/test_runners.py": {
+        "test_rows_are_bit_equal",
+        "test_rows_do_not_depend_on_the_number_of_threads",
+    },
+    "tests/test_core.py": {"test_greedy_is_transformers_whatever_is_drafted"},
 }
 
 #: A file that imports one of these starts processes ...
@@ -44,7 +63,7 @@ def marks_of(path: Path) -> frozenset[str]:
     Args:
         path: a file of the suite, absolute.
     """
-    name = path.relative_to(ROOT).as_posix()
+    name = _name(path)
     found = {
         mark for place, mark in PLACES.items() if name == place or name.startswith(place + "/")
     }
@@ -53,3 +72,17 @@ def marks_of(path: Path) -> frozenset[str]:
         found |= {"process"} if _STARTS.search(text) else set()
         found |= {"simulation"} if _SIMULATES.search(text) else set()
     return frozenset(found)
+
+
+def is_slow(path: Path, test: str) -> bool:
+    """Whether a test of a quick file takes seconds.
+
+    Args:
+        path: of the file, absolute.
+        test: the function's name, without parameters.
+    """
+    return test in SLOW_TESTS.get(_name(path), ())
+
+
+def _name(path: Path) -> str:
+    return path.relative_to(ROOT).as_posix()

@@ -8,13 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from tests.marking import PLACES, QUICK, ROOT, marks_of
+from tests.marking import PLACES, QUICK, ROOT, SLOW_TESTS, is_slow, marks_of
 from tests.workers import Turns, printable
 
 
 def test_places_exist() -> None:
-    for place in (*PLACES, *QUICK):
+    for place in (*PLACES, *QUICK, *SLOW_TESTS):
         assert (ROOT / place).exists(), f"{place} is gone; tests/marking.py names it"
+    for file, tests in SLOW_TESTS.items():
+        text = (ROOT / file).read_text("utf-8")
+        for test in tests:
+            assert f"def {test}(" in text, f"{file}::{test} is gone; tests/marking.py names it"
 
 
 def test_marks_follow_places_and_imports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -34,9 +38,12 @@ def test_marks_follow_places_and_imports(tmp_path: Path, monkeypatch: pytest.Mon
     assert marks("end_to_end_test.py", "") == set()  # a name that begins like a folder's
 
 
-def test_every_test_here_has_the_marks_of_its_file(request: pytest.FixtureRequest) -> None:
+def test_every_test_here_has_its_marks(request: pytest.FixtureRequest) -> None:
     for item in request.session.items:
-        assert marks_of(item.path) <= {mark.name for mark in item.iter_markers()}, item.nodeid
+        marks = {mark.name for mark in item.iter_markers()}
+        assert marks_of(item.path) <= marks, item.nodeid
+        if is_slow(item.path, item.nodeid.split("::")[-1].split("[")[0]):
+            assert "slow" in marks, item.nodeid
 
 
 def test_who_wants_to_be_alone_waits_for_others_and_keeps_them_out(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import threading
 from typing import Any
 
 import httpx
@@ -148,8 +149,22 @@ def test_the_openapi_document_says_what_needs_a_key() -> None:
 # ------------------------------------------------------------------------------ life
 
 
+class LoadsWhenTold(FakeEngine):
+    """An engine that loads until `told` is set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told = threading.Event()
+
+    async def start(self) -> None:
+        self.state = "loading"
+        while not self.told.is_set():
+            await asyncio.sleep(0.005)
+        await super().start()
+
+
 def test_the_socket_is_open_while_the_engine_loads() -> None:
-    engine = FakeEngine(delay=1.0)
+    engine = LoadsWhenTold()
     engine.state = "new"
     loaded: list[EngineInfo] = []
 
@@ -163,8 +178,8 @@ def test_the_socket_is_open_while_the_engine_loads() -> None:
         refused = httpx.post(url + "/v1/completions", json={"prompt": "x"})
         assert refused.status_code == 503
         assert "loading" in refused.json()["error"]["message"]
+        engine.told.set()
         wait_until(lambda: httpx.get(url + "/health").status_code == 200)
-        engine.delay = 0.0
         assert httpx.post(url + "/v1/completions", json={"prompt": "x"}).status_code == 200
     assert loaded == [engine.info]
     assert engine.state == "stopped"  # who starts it stops it
