@@ -10,6 +10,9 @@ WORKERS ?= 2
 # TORCH_INDEX: a package index with CPU builds of torch, which are much smaller (optional).
 TORCH_FROM := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
+# Compiled modules are kept whatever the shell says: the tests start many processes.
+export PYTHONDONTWRITEBYTECODE =
+
 .PHONY: serve check quick test lint bench clean
 .DEFAULT_GOAL := serve
 

@@ -12,6 +12,7 @@ from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 from filelock import FileLock
 
@@ -21,6 +22,12 @@ from tests.workers import Turns, printable
 # Imports make millions of objects that stay; looking through them again and again for garbage
 # takes a fifth of the time of collecting the tests, and much of every later collection.
 gc.disable()
+
+# How fast examples are made is no claim of any test, and differs from machine to machine.
+hypothesis.settings.register_profile(
+    "suite", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+)
+hypothesis.settings.load_profile("suite")
 
 _TURNS = pytest.StashKey[Turns]()
 
