@@ -316,7 +316,7 @@ def serving(app: FastAPI, **config_changes: Any) -> Iterator[str]:
         assert not thread.is_alive()
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     """Returns as soon as `condition` holds; fails if it does not in time."""
     deadline = time.monotonic() + seconds
     while not condition():

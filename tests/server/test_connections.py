@@ -38,7 +38,7 @@ def limited(app: FastAPI, **changes: Any) -> Iterator[str]:
 
 def connect(url: str) -> socket.socket:
     host, port = url.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=10)
+    return socket.create_connection((host, int(port)), timeout=60)
 
 
 def everything(connection: socket.socket) -> bytes:
