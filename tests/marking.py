@@ -40,7 +40,23 @@ SLOW_TESTS = {
         "test_rows_are_bit_equal",
         "test_rows_do_not_depend_on_the_number_of_threads",
     },
-    "tests/test_core.py": {"test_greedy_is_transformers_whatever_is_drafted"},
+    "tests/sampling/test_noise.py": {
+        "test_a_large_race_draws_from_the_distribution",
+        "test_a_race_draws_from_the_distribution",
+        "test_a_shared_race_agrees_as_often_as_the_theory_says",
+    },
+    "tests/sampling/test_processors.py": {"test_a_row_never_depends_on_its_neighbours"},
+    "tests/test_core.py": {
+        "test_every_runner_is_transformers_alone_and_in_company",
+        "test_greedy_is_transformers_whatever_is_drafted",
+        "test_greedy_is_transformers_when_pages_run_out",
+    },
+    "tests/test_core_failures.py": {"test_soak"},
+    "tests/test_core_sampling.py": {
+        "test_same_in_small_steps",
+        "test_same_tokens_and_logprobs_with_speculation",
+        "test_same_under_preemption",
+    },
 }
 
 #: A file that imports one of these starts processes ...
