@@ -33,6 +33,9 @@ from server.app import create_app
 from server.context import ServerOptions
 from server.metrics import Metrics
 
+# Five seconds, after which httpx gives up by itself, say more of a busy machine than of a server.
+vars(httpx._config.DEFAULT_TIMEOUT_CONFIG).update(dict.fromkeys(("connect", "read", "write"), 60.0))
+
 MODEL = "tests/fake-model"
 TEXT = "Once upon a time 🦊🚀 the fox said: héllo wörld, 日本語! END of story."
 CHAT_TEMPLATE = (
