@@ -1,21 +1,34 @@
-# make serve | test | lint | bench | clean
+# make serve | check | test | lint | bench | clean
 
 PYTHON ?= python3
 VENV   ?= .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 ARGS   ?=
+# Workers of the tests. Each runs on one thread, and some start a server beside it.
+WORKERS ?= 2
 # TORCH_INDEX: a package index with CPU builds of torch, which are much smaller (optional).
 TORCH_FROM := $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 
-.PHONY: serve test lint bench clean
+# Compiled modules are kept whatever the shell says: the tests start many processes.
+export PYTHONDONTWRITEBYTECODE =
+
+.PHONY: serve check quick test lint bench clean
 .DEFAULT_GOAL := serve
 
 serve: $(STAMP)
 	$(BIN)/specserve serve $(ARGS)
 
+# What to run before each commit: lint, and the tests that are quick, side by side.
+check: $(STAMP)
+	@$(MAKE) --no-print-directory --jobs=2 --output-sync=target lint quick
+
+# The plugin of schemathesis serves slow tests only, and takes a second to import.
+quick: $(STAMP)
+	$(BIN)/python -m pytest --quick -q -p no:schemathesis -n $(WORKERS) --dist worksteal $(ARGS)
+
 test: $(STAMP)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

@@ -29,7 +29,7 @@ from tests.fakes import Around, ask, make_config, make_engine
 from tests.test_core_limits import greedy_text
 
 PROMPT = (5, 6, 7)
-PATIENCE = 20.0  # seconds until a test gives up
+PATIENCE = 120.0  # seconds until a test gives up
 
 
 class Gate(Around):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from engine.cache.pages import TARGET
 from engine.control.calibration import ASSUMED, Calibration
+from engine.control.costs import VerifyCost
 from engine.scheduler import StepPlan
 from engine.sequence import Sequence, Status
 from tests.desk import Desk, served, start
@@ -105,10 +106,11 @@ def test_unmeasured_passes_are_bounded_in_tokens() -> None:
 
 def test_a_calibration_bounds_steps_if_it_got_far_enough() -> None:
     """A busy machine may not get beyond a few rows in its time, and what follows is a guess."""
-    full = Calibration(((1, 0.01), (32, 0.02), (64, 0.04)), 1e-3, 1e-6, 1e-7)
+    full = VerifyCost(Calibration(((1, 0.01), (32, 0.02), (64, 0.04)), 1e-3, 1e-6, 1e-7), 64)
     assert full.seconds(16, 2, 1000, 5000) == pytest.approx(0.01 * (1 + 15 / 31) + 3.5e-3)
-    assert Calibration(((1, 0.2), (2, 0.4), (4, 0.7)), 0, 0, 0).seconds(2, 1, 9, 9) is None
-    assert ASSUMED.seconds(2, 1, 9, 9) is None
+    short = Calibration(((1, 0.2), (2, 0.4), (4, 0.7)), 0, 0, 0)
+    assert VerifyCost(short, 64).seconds(2, 1, 9, 9) is None
+    assert VerifyCost(ASSUMED, 64).seconds(2, 1, 9, 9) is None
 
 
 # -- prompts beside prompts ------------------------------------------------------------------

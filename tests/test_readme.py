@@ -21,8 +21,10 @@ from tests.end_to_end.serving import PATIENCE, Server, serving_tiny
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
-PAGES = {path.name: path.read_text("utf-8") for path in sorted((ROOT / "docs").glob("*.md"))}
-PAGES["README.md"] = README
+PAGES = {
+    path.relative_to(ROOT).as_posix(): path.read_text("utf-8")
+    for path in sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
+}
 
 ADDRESS = "http://127.0.0.1:8000"
 MODEL = "SmolLM2-135M-Instruct"
@@ -90,7 +92,17 @@ def test_the_readme_has_no_command_that_nobody_tries() -> None:
     assert kinds == {"make", "curl", "specserve", "python"}
 
 
-@pytest.mark.parametrize("command", [c for c in commands(README, "bash") if c.startswith("make")])
+@pytest.mark.parametrize(
+    "command",
+    sorted(
+        {
+            command
+            for page in PAGES.values()
+            for command in commands(page, "bash")
+            if command.startswith("make")
+        }
+    ),
+)
 def test_make_targets(command: str) -> None:
     assert run([*shlex.split(command), "--dry-run"])
 
@@ -184,6 +196,6 @@ def test_load_test_commands(command: str) -> None:
 
 @pytest.mark.parametrize("name", PAGES)
 def test_links_lead_somewhere(name: str) -> None:
-    base = ROOT if name == "README.md" else ROOT / "docs"
+    base = (ROOT / name).parent
     missing = [link for link in _LINK.findall(PAGES[name]) if not (base / link).exists()]
     assert missing == []

@@ -24,7 +24,9 @@ def python_for(how: dict[str, Any]) -> str:
     same = f"/usr/bin/python{sys.version_info.major}.{sys.version_info.minor}"
     for candidate in (sys.executable, same):
         try:
-            subprocess.run([candidate, "-c", "import server.cli"], check=True, timeout=60, **how)
+            subprocess.run(
+                [candidate, "-c", "import server.cli"], check=True, timeout=PATIENCE, **how
+            )
         except (OSError, subprocess.CalledProcessError):
             continue
         return candidate
@@ -37,7 +39,7 @@ def test_the_command_runs_as_nobody_in_a_read_only_directory(tmp_path: Path) -> 
     for directory, mode in ((models, 0o755), (weights, 0o755), (nowhere, 0o555)):
         directory.mkdir()
         directory.chmod(mode)
-    for parent in (tmp_path, *tmp_path.parents[:2]):
+    for parent in (tmp_path, *tmp_path.parents[:3]):  # a worker's folder lies one level deeper
         parent.chmod(parent.stat().st_mode | 0o011)
     os.chown(models, UID, UID)
     gguf = write_gguf(weights / "Tiny.gguf")

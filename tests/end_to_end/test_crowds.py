@@ -110,6 +110,7 @@ def test_a_client_that_leaves_sets_everything_free(small: Server, phase: str) ->
             assert sequences(small, "running") == RUNNING
 
 
+@pytest.mark.quiet
 @pytest.mark.bad_input(50)
 def test_after_200_impatient_clients_one_is_served_in_5_seconds(tiny: Server) -> None:
     async def impatient(client: httpx.AsyncClient, number: int) -> str:
@@ -136,6 +137,7 @@ def test_after_200_impatient_clients_one_is_served_in_5_seconds(tiny: Server) ->
 # -- overload ------------------------------------------------------------------------------
 
 
+@pytest.mark.quiet
 @pytest.mark.bad_input(52)
 def test_ten_times_too_many_are_answered_in_full_or_refused_at_once(small: Server) -> None:
     room = RUNNING + WAITING

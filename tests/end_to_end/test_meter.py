@@ -20,7 +20,7 @@ from server.cli.settings import Settings
 from tests.drafters import ScriptedDrafter
 from tests.fakes import Run, ask, make_engine
 
-pytestmark = pytest.mark.smollm2
+pytestmark = [pytest.mark.smollm2, pytest.mark.quiet]
 
 PROMPT = tuple(range(1000, 1040))
 NEVER = 16  # a reserved token, which the model does not say

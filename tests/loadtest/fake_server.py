@@ -31,6 +31,8 @@ class Script:
             "hang" stops after the first chunk.
         fail_when: index of the first request (counted from 0) that fails.
         arm_marks: answers differ when the request's `speculation` differs.
+        together: nothing is answered before so many requests have been under way at once, so
+            that a test sees overlap, or the lack of it, however slow the machine is.
     """
 
     chunks: Sequence[int] = (1, 3, 4)
@@ -39,6 +41,7 @@ class Script:
     fail: str = ""
     fail_when: int = 0
     arm_marks: bool = False
+    together: int = 0
     models: Sequence[str] = ("fake-model",)
 
 
@@ -113,6 +116,8 @@ class FakeServer:
             seen.ended = time.perf_counter()
 
     async def _events(self, body: dict[str, Any], chat: bool, fail: str) -> AsyncIterator[bytes]:
+        while self.max_in_flight < self.script.together:
+            await asyncio.sleep(0.001)
         running = self.script.usage == "continuous"
         if chat:
             yield _event(_chunk(chat, "", None, role=True), 0 if running else None)

@@ -68,13 +68,17 @@ def run(
 
 
 def test_closed_loop_keeps_the_concurrency_and_asks_everything_once(server: FakeServer) -> None:
-    server.script.delay = 0.01
+    server.script.together = 3
     (result,) = run(lay_out(Level("concurrency", 3), lanes_of(server)[:1], 1, 12))
     assert server.max_in_flight == result.max_in_flight == 3
-    assert sorted(record.index for record in result.records) == list(range(12))
-    assert all(record.answer.output_tokens == 8 for record in result.records)
+    # Records lie in the order in which their answers ended, which is nobody's promise.
+    records = sorted(result.records, key=lambda record: record.index)
+    assert [record.index for record in records] == list(range(12))
+    assert all(record.answer.output_tokens == 8 for record in records)
+    assert [record.category for record in records] == [
+        PROMPTS[index % len(PROMPTS)].category for index in range(12)
+    ]
     assert result.complete
-    assert result.records[0].category == "category 0"
     last = max(r.answer.started + r.answer.seconds for r in result.records)
     first = min(r.answer.started for r in result.records)
     assert result.seconds >= last - first
@@ -99,11 +103,11 @@ def test_only_one_arm_runs_at_a_time_in_abba_order_with_equal_requests(server: F
 
 
 def test_open_loop_starts_without_waiting_for_answers(server: FakeServer) -> None:
-    server.script.delay = 0.1
+    server.script.together = 20  # whoever waits for an answer first gets none
     (result,) = run(lay_out(Level("rate", 200.0), lanes_of(server)[:1], 1, 20))
     assert len(result.records) == 20
-    # 20 arrivals take about 0.1 s, one answer takes at least 0.3 s.
-    assert result.max_in_flight > 5
+    assert all(record.answer.error is None for record in result.records)
+    assert result.max_in_flight == 20
     starts = sorted(record.answer.started for record in result.records)
     assert len(set(starts)) == 20  # Poisson arrivals, not a burst
 

@@ -252,7 +252,7 @@ def test_an_idle_server_audits_and_counts(monkeypatch: pytest.MonkeyPatch) -> No
         await engine.stop()
         return len(ends)
 
-    assert asyncio.run(asyncio.wait_for(serve(), 30)) == 3
+    assert asyncio.run(asyncio.wait_for(serve(), 120)) == 3
     seen = counted(metrics)
     assert seen["specserve_audit_tokens_total"] > 0
     assert seen['specserve_audit_mismatches_total{kind="fault"}'] > 0

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -78,9 +80,12 @@ def test_turned_tokens_are_counted_per_thousand() -> None:
     assert f"{report.turns_per_thousand:.1f} of 1,000" in str(report)
 
 
-def test_more_time_gives_more_rows() -> None:
+def test_more_time_gives_more_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = itertools.count()  # a clock that goes on by a second with each look
+    clock = SimpleNamespace(monotonic=lambda: float(next(ticks)))
+    monkeypatch.setattr("engine.model.selftest.time", clock)
     short = check(Uneven(load_fake().make_runner(100, 4), 1e-3), seconds=0.0)
-    long = check(Uneven(load_fake().make_runner(100, 4), 1e-3), seconds=0.3)
+    long = check(Uneven(load_fake().make_runner(100, 4), 1e-3), seconds=3.0)
     assert long.rows_compared >= 2 * short.rows_compared
 
 

@@ -20,7 +20,7 @@ from engine.model import sources
 from tests.tiny import write_gguf
 
 ROOT = Path(__file__).parents[2]
-PATIENCE = 120.0
+PATIENCE = 240.0
 
 
 @pytest.fixture(scope="module")

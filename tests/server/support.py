@@ -33,6 +33,9 @@ from server.api.app import create_app
 from server.api.options import ServerOptions
 from server.metrics.registry import Metrics
 
+# Five seconds, after which httpx gives up by itself, say more of a busy machine than of a server.
+vars(httpx._config.DEFAULT_TIMEOUT_CONFIG).update(dict.fromkeys(("connect", "read", "write"), 60.0))
+
 MODEL = "tests/fake-model"
 TEXT = "Once upon a time 🦊🚀 the fox said: héllo wörld, 日本語! END of story."
 CHAT_TEMPLATE = (
@@ -316,7 +319,7 @@ def serving(app: FastAPI, **config_changes: Any) -> Iterator[str]:
         assert not thread.is_alive()
 
 
-def wait_until(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+def wait_until(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     """Returns as soon as `condition` holds; fails if it does not in time."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -142,7 +142,7 @@ def raw(port: int, head: str) -> tuple[int, bytes]:
     """One request as it is written; the status and everything that came back."""
     body = '{"prompt": "x"}'
     rest = f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n"
-    with socket.create_connection(("127.0.0.1", port), timeout=10) as connection:
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
         connection.sendall(f"{head}{rest}Connection: close\r\n\r\n{body}".encode())
         received = b""
         while part := connection.recv(65536):

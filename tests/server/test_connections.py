@@ -38,7 +38,7 @@ def limited(app: FastAPI, **changes: Any) -> Iterator[str]:
 
 def connect(url: str) -> socket.socket:
     host, port = url.removeprefix("http://").split(":")
-    return socket.create_connection((host, int(port)), timeout=10)
+    return socket.create_connection((host, int(port)), timeout=60)
 
 
 def everything(connection: socket.socket) -> bytes:
@@ -199,7 +199,7 @@ def test_headers_that_come_slowly_are_given_up(sent: bytes) -> None:
     with unharmed(app), limited(app, request_seconds=0.3) as url, connect(url) as connection:
         connection.sendall(sent)
         assert everything(connection) == b""
-        assert httpx.get(url + "/health").status_code == 200
+        wait_until(lambda: _answers(url))
 
 
 def test_a_byte_now_and_then_does_not_help() -> None:
@@ -211,7 +211,7 @@ def test_a_byte_now_and_then_does_not_help() -> None:
 @pytest.mark.bad_input(37)
 def test_a_slow_body_is_given_up_and_the_next_request_served() -> None:
     engine = FakeEngine()
-    app = make_app(engine, body_seconds=0.3)
+    app = make_app(engine, body_seconds=1.0)
     with limited(app) as url, connect(url) as connection:
         connection.sendall(HEAD + b'Content-Length: 100\r\n\r\n{"prompt')
         status, error = answer_of(everything(connection))
@@ -231,7 +231,7 @@ def test_a_body_that_nobody_reads_is_not_awaited_for_ever() -> None:
 
 def test_the_time_limit_of_bodies_does_not_end_answers() -> None:
     engine = FakeEngine(delay=0.05)
-    with limited(make_app(engine, body_seconds=0.2), request_seconds=0.2) as url:
+    with limited(make_app(engine, body_seconds=1.0), request_seconds=1.0) as url:
         answers = [
             httpx.post(url + "/v1/completions", json={"prompt": "x", "stream": streamed})
             for streamed in (False, True)
@@ -241,9 +241,9 @@ def test_the_time_limit_of_bodies_does_not_end_answers() -> None:
 
 
 def test_a_connection_may_idle_between_requests() -> None:
-    with limited(make_app(FakeEngine()), request_seconds=0.2) as url, httpx.Client() as client:
+    with limited(make_app(FakeEngine()), request_seconds=0.5) as url, httpx.Client() as client:
         assert client.get(url + "/health").status_code == 200
-        time.sleep(0.5)
+        time.sleep(1.0)
         connections = client._transport._pool.connections  # type: ignore[attr-defined]
         assert client.get(url + "/health").status_code == 200
         assert len(connections) == 1

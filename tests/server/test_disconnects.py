@@ -21,7 +21,7 @@ def raw_request(url: str, body: dict[str, Any], *, cut: int = 0) -> socket.socke
         f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(payload)}\r\n\r\n"
     )
-    connection = socket.create_connection((host, int(port)), timeout=10)
+    connection = socket.create_connection((host, int(port)), timeout=60)
     connection.sendall((head.encode() + payload)[: len(head) + len(payload) - cut])
     return connection
 

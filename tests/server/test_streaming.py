@@ -11,6 +11,7 @@ import pytest
 
 from engine.errors import EngineUnavailable, Overloaded, RequestFailed
 from engine.types import FinishReason
+from tests.server.disconnecting import ENDLESS, slow_engine
 from tests.server.support import (
     MODEL,
     TEXT,
@@ -187,9 +188,9 @@ def test_an_error_in_mid_stream_is_an_event(failure: Exception, code: str) -> No
 
 
 def test_a_shutdown_ends_streams_with_its_own_code() -> None:
-    engine = FakeEngine(delay=0.02)
+    engine = slow_engine()
     with serving(make_app(engine)) as url, httpx.Client() as client:
-        body = {"prompt": "x", "stream": True, "max_tokens": 400, "ignore_eos": True}
+        body = {**ENDLESS, "stream": True}
         with client.stream("POST", url + "/v1/completions", json=body) as response:
             pieces = response.iter_text()
             text = next(pieces)
