@@ -464,7 +464,7 @@ def test_death_fails_everybody_and_is_visible(
 def test_a_failing_pass_is_survived(monkeypatch: pytest.MonkeyPatch) -> None:
     async def body(bench: Bench) -> None:
         with monkeypatch.context() as patch:
-            patch.setattr(bench.gate, "forward", lambda _: 1 / 0)
+            patch.setattr(bench.gate, "forward", lambda *_: 1 / 0)
             (last,) = await read(bench.engine.submit(ask("r", PROMPT, 5)))
         assert isinstance(last, Failed)
         assert "ZeroDivisionError" in str(last.error)

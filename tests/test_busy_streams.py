@@ -39,12 +39,12 @@ class Priced:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
-    def forward(self, batch: Batch) -> Any:
+    def forward(self, batch: Batch, features: tuple[int, ...] = ()) -> Any:
         starts, contexts = batch.query_starts.tolist(), batch.context_lengths.tolist()
         rows = [b - a for a, b in itertools.pairwise(starts)]
         pairs = sum(n * context for n, context in zip(rows, contexts, strict=True))
         self.clock.now += self.machine.seconds(sum(rows), len(rows), sum(contexts), pairs)
-        return self.inner.forward(batch)
+        return self.inner.forward(batch, features)
 
 
 def priced_engine(stretch: float) -> tuple[BuiltEngine, Clock]:

@@ -24,17 +24,19 @@ class CostModel(TypedDict):
     pass_ms_per_1000_cached_tokens: float
     pass_ms_per_1000000_pairs: float
     overhead_ms_by_batch: dict[str, float]
-    draft_ms_terms: dict[str, list[float]]
+    overhead_ms_per_draft_token: float
     draft_ms_by_batch: dict[str, dict[str, float]]
     passes_measured: int
 
 
-class Depth(TypedDict):
-    """How often the draft token at a depth is accepted, and on how many tokens that rests."""
+class Acceptance(TypedDict):
+    """How often a draft token is accepted if all before it are, altogether and by bucket of what
+    the drafter knew (see the drafters' documentation), and on how many judged tokens that rests;
+    older ones count less."""
 
-    depth: int
     acceptance: float
-    weight: float
+    judged_tokens: float
+    by_bucket: dict[str, float]
 
 
 class Choice(TypedDict):
@@ -91,7 +93,7 @@ class SpeculationStatus(TypedDict):
     off_reasons: dict[str, int]
     wasted_draft_tokens: int
     choices: dict[str, list[Choice]]
-    acceptance: dict[str, list[Depth]]
+    acceptance: dict[str, Acceptance]
     guard: list[ClosedRange]
     exploration: Exploration | None
     calibrated: bool
