@@ -61,7 +61,7 @@ def create_app(
     context = ServerContext(engine, model_name, options, metrics)
     load = None if isinstance(tokenizer, Tokenizer) else tokenizer
     if isinstance(tokenizer, Tokenizer):
-        context.text = TextCodec(tokenizer)
+        context.text = TextCodec(tokenizer, control=options.allow_control_tokens)
 
     app = _Application(
         options,
@@ -154,7 +154,8 @@ async def _start(
         while context.engine.state in ("new", "loading"):
             await asyncio.sleep(_POLL_SECONDS)  # somebody else starts it
         if load is not None:
-            context.text = TextCodec(await asyncio.to_thread(load, context.engine.info))
+            tokenizer = await asyncio.to_thread(load, context.engine.info)
+            context.text = TextCodec(tokenizer, control=context.options.allow_control_tokens)
     except Exception as error:
         context.failure = error
         logger.error("the engine could not start: %s", error)

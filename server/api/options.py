@@ -32,6 +32,8 @@ class ServerOptions:
         requests_per_minute: POST requests of one key; None = no limit.
         tokens_per_minute: prompt and generated tokens of one key; None = no limit.
         cors_origins: web origins whose pages may call; empty = none.
+        allow_control_tokens: whether control tokens that are spelled out in the messages of a
+            chat act as such; else they are text.
     """
 
     max_body_bytes: int = 8 * 1024 * 1024
@@ -54,3 +56,4 @@ class ServerOptions:
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     cors_origins: tuple[str, ...] = ()
+    allow_control_tokens: bool = False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +11,7 @@ from typing import Any, cast
 
 from engine.errors import InvalidRequest
 from server.text.decode import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from server.text.guard import Guard, GuardedText
 from server.text.tokenizer import Tokenizer
 
 #: Texts longer than this are tokenised in a worker thread.
@@ -37,10 +39,12 @@ class TextCodec:
 
     Args:
         tokenizer: a transformers tokenizer.
+        control: whether control tokens that are spelled out in messages act as such.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, control: bool = False) -> None:
         self._tokenizer = tokenizer
+        self._control = control
         added = tokenizer.added_tokens_decoder
         self._special = frozenset(token for token, entry in added.items() if entry.special)
         self._known = len(tokenizer)
@@ -57,15 +61,24 @@ class TextCodec:
         return bool(self._tokenizer.chat_template)
 
     async def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
-        """Token ids of every text; long texts do not block the event loop."""
-        if sum(map(len, texts)) <= OFFLOAD_CHARACTERS:
+        """Token ids of every text; long texts do not block the event loop.
+
+        Control tokens that a text spells out act as such, except those of callers in what
+        `render_chat` returned.
+        """
+        guarded = any(isinstance(text, GuardedText) for text in texts)
+        if sum(map(len, texts)) <= OFFLOAD_CHARACTERS and not guarded:
             return self._encode_all(texts, add_special_tokens)
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._worker, self._encode_all, texts, add_special_tokens)
 
     def _encode_all(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
-        encode = self._tokenizer.encode
-        return [encode(text, add_special_tokens=add_special_tokens) for text in texts]
+        return [
+            self._guard.encode(text, add_special_tokens=add_special_tokens)
+            if isinstance(text, GuardedText)
+            else self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            for text in texts
+        ]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """The text of all `token_ids` together; ids beyond the tokenizer's have none."""
@@ -137,8 +150,15 @@ class TextCodec:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt text of a conversation, by the tokenizer's own template (sandboxed).
+
+        Args:
+            variables: more names that the template may read, with JSON values.
+
+        Returns:
+            The text; a `GuardedText` if callers spelled out control tokens that must not act.
 
         Raises:
             InvalidRequest: there is no template, or it refuses these messages.
@@ -149,19 +169,41 @@ class TextCodec:
                 "use /v1/completions.",
                 "messages",
             )
+        conversation = [dict(message) for message in messages]
+        given: dict[str, Any] = dict(variables or {})
+        # The caller has checked the roles; some templates make control tokens of them.
+        written = [{k: v for k, v in m.items() if k != "role"} for m in conversation]
+        guarded = not self._control and self._guard.concerns([*written, given])
+        if guarded:
+            texts = self._guard.disguise(written)
+            conversation = [{**m, **t} for m, t in zip(conversation, texts, strict=True)]
+            given = self._guard.disguise(given)
         try:
-            text = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tokenize=False,
+            text = self._render(
+                conversation,
+                **given,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
             )
         except Exception as error:  # a template is a program and may raise anything
-            reason = ascii(str(error))[:200]
+            reason = ascii(self._guard.reveal(str(error)))[:200]
             raise InvalidRequest(
                 f"The model's chat template refuses these messages: {reason}.", "messages"
             ) from None
-        return cast(str, text)
+        return self._guard.guarded(text) if guarded else text
+
+    def _render(self, conversation: Sequence[Mapping[str, Any]], **given: Any) -> str:
+        return cast(str, self._tokenizer.apply_chat_template(conversation, tokenize=False, **given))
+
+    @functools.cached_property
+    def _guard(self) -> Guard:
+        """Knows the control tokens: what the tokenizer calls special, and what the template
+        writes around messages."""
+        try:
+            written = self._render([{"role": r, "content": ""} for r in ("user", "assistant")])
+        except Exception:  # it refuses such a conversation, or every one
+            written = ""
+        return Guard(self._tokenizer, written)
 
 
 def _is_byte_level(tokenizer: Tokenizer) -> bool:
