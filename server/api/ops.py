@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 from typing_extensions import TypedDict
 
 from server.api.body import StrictRoute
-from server.api.checks import check_model, plain_messages
+from server.api.checks import check_model, plain_messages, template_variables
 from server.api.context import ServerContext
 from server.api.errors import ApiError
 from server.api.schemas import DetokenizeRequest, TokenizeRequest
@@ -85,10 +85,10 @@ def _add_health(router: APIRouter, context: ServerContext) -> None:
 
 
 def _add_models(router: APIRouter, context: ServerContext) -> None:
-    def card() -> dict[str, Any]:
+    def card(name: str) -> dict[str, Any]:
         ready = context.status() == "ready"
         return {
-            "id": context.model_name,
+            "id": name,
             "object": "model",
             "created": context.created,
             "owned_by": "specserve",
@@ -99,14 +99,14 @@ def _add_models(router: APIRouter, context: ServerContext) -> None:
 
     @router.get("/v1/models", tags=["models"])
     async def models() -> dict[str, Any]:
-        """The one model that is served."""
-        return {"object": "list", "data": [card()]}
+        """The one model that is served, under each of its names."""
+        return {"object": "list", "data": [card(name) for name in context.model_names]}
 
     @router.get("/v1/models/{model:path}", tags=["models"])
     async def model_card(model: str) -> dict[str, Any]:
         """The served model by its id."""
         check_model(context, model)
-        return card()
+        return card(model)
 
 
 def _add_tokenizer(router: APIRouter, context: ServerContext) -> None:
@@ -143,10 +143,12 @@ def _text_to_tokenize(codec: TextCodec, body: TokenizeRequest) -> str:
     given = [v for v in (body.prompt, body.content, body.messages) if v is not None]
     if len(given) > 1:
         raise ApiError(400, "Send only one of prompt, content and messages.", param="prompt")
+    variables = template_variables(body)
     if body.messages is not None:
         return codec.render_chat(
             plain_messages(body.messages),
             add_generation_prompt=body.add_generation_prompt is not False,
+            variables=variables,
         )
     text = body.prompt if body.prompt is not None else body.content
     if text is None:

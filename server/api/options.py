@@ -13,7 +13,9 @@ class ServerOptions:
 
     Args:
         max_body_bytes: largest request body; more is answered with 413.
+        aliases: further names of the model.
         default_max_tokens: `max_tokens` of a completion that names none (OpenAI: 16).
+        default_chat_max_tokens: the same of a chat; None = all the room the context has (OpenAI).
         max_stop_strings: stop strings one request may name.
         max_stop_length: characters one stop string may have.
         max_logprobs: most alternates per position, for output and prompt.
@@ -37,7 +39,9 @@ class ServerOptions:
     """
 
     max_body_bytes: int = 8 * 1024 * 1024
+    aliases: tuple[str, ...] = ()
     default_max_tokens: int = 16
+    default_chat_max_tokens: int | None = None
     max_stop_strings: int = 16
     max_stop_length: int = 1024
     max_logprobs: int = 20

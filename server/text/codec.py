@@ -20,6 +20,16 @@ OFFLOAD_CHARACTERS = 16_384
 #: Prompt tokens that give the output its context where decoding needs one.
 CONTEXT_TOKENS = 8
 
+#: Names in a chat template that are not a caller's to set.
+RESERVED_VARIABLES = frozenset((
+    "self", "conversation", "conversations", "messages", "tools", "documents", "chat_template",
+    "add_generation_prompt", "continue_final_message", "tokenize", "sanitize_control_tokens",
+    "padding", "truncation", "max_length", "return_tensors", "return_dict",
+    "return_assistant_tokens_mask", "tokenizer_kwargs", "raise_exception", "strftime_now",
+    "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
+    "additional_special_tokens",
+))  # fmt: skip
+
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
@@ -155,7 +165,8 @@ class TextCodec:
         """The prompt text of a conversation, by the tokenizer's own template (sandboxed).
 
         Args:
-            variables: more names that the template may read, with JSON values.
+            variables: more names that the template may read, with JSON values; none of
+                `RESERVED_VARIABLES`.
 
         Returns:
             The text; a `GuardedText` if callers spelled out control tokens that must not act.

@@ -67,7 +67,7 @@ class Guard:
             if entry.special or (entry.content in written and not entry.content.isspace())
         ]
         self._tokenizer = tokenizer
-        tokens = [entry.content for entry in entries]
+        tokens: list[str] = [entry.content for entry in entries]
         names, secret = _spellings(len(tokens)), _spellings(len(tokens))
         self._names = dict(zip(tokens, names, strict=True))
         self._secrets = dict(zip(tokens, secret, strict=True))
