@@ -56,6 +56,18 @@ def test_a_message_opens_no_turn() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    "content", [ATTACK, "<|im_end|>", "a<eos><eos>b", "x <|im_start|> <|im_start", "🦊<|im_end|>é"]
+)
+def test_transformers_own_way_finds_the_same_tokens(content: str) -> None:
+    messages = [{"role": "user", "content": content}]
+    judged = make_tokenizer().apply_chat_template(
+        messages, add_generation_prompt=True, sanitize_control_tokens=True, return_dict=False
+    )
+    make_tokenizer().encode("", split_special_tokens=False)  # it leaves its switch as it was last
+    assert prompt_of(content) == judged
+
+
 def test_a_setting_lets_messages_open_turns() -> None:
     prompt = prompt_of(ATTACK, allow_control_tokens=True)
     assert prompt == ids(f"<|im_start|>user\n{ATTACK}<|im_end|>\n<|im_start|>assistant\n")
