@@ -8,6 +8,8 @@
 # TORCH_INDEX may name a package index with builds of torch for the variant; the CPU builds are
 # several gigabytes smaller than what the default index has.
 
+# Each FROM repeats the default: older buildahs, such as that of Debian 12, look for the stages they
+# need before they read it here.
 ARG VARIANT=cpu
 
 # ---- base: Python, and the compiler that the CPU kernels need -----------------------------
@@ -25,7 +27,7 @@ ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 
 # ---- builder: a virtual environment with everything in it ---------------------------------
 # hadolint ignore=DL3006
-FROM base-${VARIANT} AS builder
+FROM base-${VARIANT:-cpu} AS builder
 ARG TORCH_INDEX=""
 WORKDIR /src
 RUN python -m venv /opt/specserve
@@ -40,7 +42,7 @@ RUN --mount=type=cache,target=/root/.cache/pip \
 
 # ---- final --------------------------------------------------------------------------------
 # hadolint ignore=DL3006
-FROM base-${VARIANT} AS final
+FROM base-${VARIANT:-cpu} AS final
 LABEL org.opencontainers.image.title="specserve" \
       org.opencontainers.image.description="OpenAI-compatible inference with lossless speculative decoding" \
       org.opencontainers.image.licenses="Apache-2.0"

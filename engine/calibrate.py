@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 from pathlib import Path
@@ -11,6 +12,7 @@ import torch
 from engine.batch import Span, build_batch
 from engine.cache.pages import PagePool
 from engine.control.calibration import Calibration, cache_key
+from engine.model.files import read_sealed, write_sealed
 from engine.model.passes import Runner
 from engine.model.paths import cache_directory
 from engine.sweep import calibrate
@@ -40,10 +42,9 @@ def load_calibration(
     device, threads = str(runner.device), torch.get_num_threads()
     key = cache_key(model_path, device, dtype, threads, passes_version())
     path = cache_directory() / "calibration" / key
-    try:
-        return Calibration.from_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        pass
+    if (cached := read_sealed(path)) is not None:
+        with contextlib.suppress(ValueError):  # written by another version
+            return Calibration.from_json(cached)
     sequences = max(1, min(_SEQUENCES, pool.num_pages // 2))
     room = min(longest, pool.num_pages // sequences * pool.page_size, 2 * _LONG_CONTEXT)
     timer = PassTimer(runner, pool, sequences, room)
@@ -113,9 +114,6 @@ class PassTimer:
 def _write(path: Path, calibration: Calibration) -> None:
     """Keeps it for the next start; a read-only cache only costs that start a second."""
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        part = path.with_suffix(".part")
-        part.write_text(calibration.to_json(), encoding="utf-8")
-        part.replace(path)
+        write_sealed(path, calibration.to_json())
     except OSError as error:
         logger.info("the calibration cannot be cached: %s", error)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import resource
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ from engine.batch import Batch
 from engine.cache.pages import PagePool
 from engine.calibrate import PassTimer, load_calibration, passes_version
 from engine.config import EngineConfig, ModelConfig, SpeculationConfig
+from engine.control.calibration import Calibration
 from engine.draft.entry import PagedModel
 from engine.load import Load
 from engine.model.passes import Pass
@@ -80,6 +83,61 @@ def test_what_is_cached_counts_for_the_same_code_only(
     monkeypatch.setattr(calibrate, "passes_version", lambda: "of other kernels")
     assert load() > 3
     assert max(max(contexts) for contexts in runner.contexts) <= longest
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda _: b"",
+        lambda content: content[: len(content) // 2],
+        lambda content: content[:-70],
+        lambda content: content.replace(b"0.0", b"9.9", 1),
+        lambda content: b"\xff" + content,
+    ],
+    ids=["empty", "half", "without-checksum", "other-numbers", "no-text"],
+)
+def test_a_damaged_calibration_is_measured_anew(
+    damage: Callable[[bytes], bytes],
+    pool: PagePool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("SPECSERVE_HOME", str(tmp_path))
+    runner = Recorder()
+
+    def load() -> Calibration:
+        return load_calibration("model", "float32", runner, pool, most_rows=8, longest=32)
+
+    load()
+    [path] = (tmp_path / "calibration").iterdir()
+    content = path.read_bytes()
+    assert damage(content) != content
+    path.write_bytes(damage(content))
+    before = len(runner.contexts)
+    made = load()
+    assert len(runner.contexts) > before
+    before = len(runner.contexts)
+    assert load() == made
+    assert len(runner.contexts) == before
+
+
+def test_a_full_disk_costs_the_calibration_nothing_but_its_place(
+    pool: PagePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("SPECSERVE_HOME", str(tmp_path))
+    directory = tmp_path / "calibration"
+    directory.mkdir()
+    left = directory / ".making-killed"  # by a process that ended while it wrote
+    left.touch()
+    os.utime(left, (0, 0))
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16, most[1]))
+    try:
+        made = load_calibration("model", "float32", Recorder(), pool, most_rows=8, longest=32)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, most)
+    assert made.measured
+    assert list(directory.iterdir()) == []
 
 
 def test_the_version_covers_kernels_and_runners(

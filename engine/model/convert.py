@@ -6,8 +6,9 @@
     CACHE/models/<content hash>-v<CONVERTER_VERSION>.lock        held while one is made
     CACHE/models/known/<hash of path, size, time>                content hash of a file seen before
 
-A conversion is made in a temporary directory beside its place and renamed into it, so that a
-directory which exists is complete.
+A conversion is made in a temporary directory beside its place, ``.making-<key>-...``, and renamed
+into it, so that a directory which exists is complete. What a process left there that ended before
+is removed by the next start; a conversion that was damaged since is made again.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import contextlib
 import hashlib
 import io
 import re
+import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -23,7 +25,8 @@ from typing import Any
 
 from engine.errors import ConfigurationError, ModelNotSupported
 from engine.model import packages
-from engine.model.packages import ModelPackage, sha256
+from engine.model.files import MAKING, is_whole, place, read_sealed, seal, sha256, write_sealed
+from engine.model.packages import ModelPackage
 from engine.model.paths import cache_directory
 
 #: Raised whenever a conversion would come out differently; old ones are then not used.
@@ -34,6 +37,7 @@ _DIGITS = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", 
 #: ... and of those that use GPT-2's pattern alone, which is what the reader falls back to.
 _GPT2 = frozenset({"gpt-2", "default", "phi-2", "olmo"})
 
+_WORK_NAME = re.compile(re.escape(MAKING) + r"([0-9a-f]{16}-v\d+)-.*")
 _SPLIT_NAME = re.compile(r"-\d{5}-of-\d{5}$")
 _QUANTISATION = re.compile(r"[.-](i?q\d\w*|f16|f32|bf16)$", re.IGNORECASE)
 
@@ -44,6 +48,7 @@ def from_package(
     package: ModelPackage, report: Report, progress: Callable[[int, int], None]
 ) -> Path:
     """The converted model of a package, fetched if it is not in the cache."""
+    _remove_abandoned()
     if found := find_package(package):
         return found
 
@@ -56,20 +61,23 @@ def from_package(
 
 def from_file(path: Path, report: Report) -> Path:
     """The converted model of a local ``.gguf`` file."""
+    _remove_abandoned()
     return find_file(path) or _make(_place_of_file(path), lambda _: path, report)
 
 
 def find_package(package: ModelPackage) -> Path | None:
     """The converted model of a package, if it is in the cache."""
-    target = _place(package.member_sha256, package.name)
-    return target if target.is_dir() else None
+    return _found(_place(package.member_sha256, package.name))
 
 
 def find_file(path: Path) -> Path | None:
     """The converted model of a local ``.gguf`` file, if it is in the cache."""
     _check_file(path)
-    target = _place_of_file(path)
-    return target if target.is_dir() else None
+    return _found(_place_of_file(path))
+
+
+def _found(target: Path) -> Path | None:
+    return target if target.is_dir() and is_whole(target) else None
 
 
 def _place_of_file(path: Path) -> Path:
@@ -104,18 +112,45 @@ def _make(target: Path, fetch: Callable[[Path], Path], report: Report) -> Path:
             report(f"Another process is preparing {target.name}; waiting for it")
             lock.acquire()
         try:
-            if not target.is_dir():
-                with tempfile.TemporaryDirectory(dir=key.parent, prefix=".making-") as work:
-                    source = fetch(Path(work))
-                    report(f"Converting {target.name} to safetensors, this once")
-                    made = Path(work, "converted", target.name)
-                    made.mkdir(parents=True)
-                    convert_gguf(source, made)
-                    key.mkdir(exist_ok=True)
-                    made.rename(target)
+            if _found(target) is None:
+                _make_now(target, fetch, report)
         finally:
             lock.release()
     return target
+
+
+def _make_now(target: Path, fetch: Callable[[Path], Path], report: Report) -> None:
+    """Fetches and converts; the lock is held."""
+    key = target.parent
+    if target.exists():
+        report(f"{target} is damaged; it is made again")
+        shutil.rmtree(target)
+    with tempfile.TemporaryDirectory(dir=key.parent, prefix=f"{MAKING}{key.name}-") as work:
+        source = fetch(Path(work))
+        report(f"Converting {target.name} to safetensors, this once")
+        made = Path(work, "converted", target.name)
+        made.mkdir(parents=True)
+        convert_gguf(source, made)
+        seal(made)
+        key.mkdir(exist_ok=True)
+        place(made, target)
+
+
+def _remove_abandoned() -> None:
+    """Removes what processes that ended left half-made: whoever still makes it holds its lock."""
+    models = cache_directory() / "models"
+    left = [
+        (work, match[1])
+        for work in models.glob(f"{MAKING}*")
+        if (match := _WORK_NAME.fullmatch(work.name))
+    ]
+    if not left:
+        return
+    from filelock import FileLock, Timeout
+
+    for work, key in left:
+        with contextlib.suppress(Timeout, OSError), FileLock(models / f"{key}.lock", timeout=0):
+            shutil.rmtree(work, ignore_errors=True)
 
 
 @contextlib.contextmanager
@@ -145,13 +180,10 @@ def _content_hash(path: Path) -> str:
     status = path.stat()
     seen = f"{path}\0{status.st_size}\0{status.st_mtime_ns}".encode()
     note = cache_directory() / "models" / "known" / hashlib.sha256(seen).hexdigest()[:32]
-    with contextlib.suppress(FileNotFoundError):
-        known = note.read_text()
-        if re.fullmatch("[0-9a-f]{64}", known):
-            return known
+    if known := read_sealed(note):
+        return known
     found = sha256(path)
-    note.parent.mkdir(parents=True, exist_ok=True)
-    note.write_text(found)
+    write_sealed(note, found)
     return found
 
 
@@ -193,8 +225,11 @@ def convert_gguf(source: Path, target: Path) -> None:
         with contextlib.redirect_stderr(io.StringIO()):
             model.save_pretrained(target)
             tokenizer.save_pretrained(target)
-    except SafetensorError as error:  # how a full disk is reported there
-        raise OSError(str(error)) from error
+    except Exception as error:
+        # How a full disk is reported by libraries that are written in Rust.
+        if isinstance(error, SafetensorError) or "(os error " in str(error):
+            raise OSError(str(error)) from error
+        raise
 
 
 def _metadata(source: Path, key: str) -> str | None:

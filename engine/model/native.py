@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import logging
@@ -13,11 +14,16 @@ from pathlib import Path
 
 import torch
 
+from engine.model.files import MAKING, place, sha256
 from engine.model.paths import cache_directory
 
 logger = logging.getLogger(__name__)
 
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp", "-ffp-contract=fast", "-w")
+
+
+#: Hexadecimal digits of a hash in a file's name.
+_HASH = 24
 
 
 class NativeUnavailable(RuntimeError):
@@ -49,39 +55,68 @@ def load_kernels() -> ctypes.CDLL:
 def compile_library(source: Path) -> ctypes.CDLL:
     """Compiles one C++ file into a shared library, unless that was done before, and loads it.
 
-    The cache key covers source, headers beside it, flags, compiler, torch and this machine's
-    CPU flags, since `-march=native` code may not run elsewhere.
+    The name in the cache covers source, headers beside it, flags, torch and this machine's CPU
+    flags, since `-march=native` code may not run elsewhere; then the compiler; then the library's
+    own content: a damaged one, which could end the process, is compiled anew. Where there is no
+    compiler any more, what any compiler made before is used.
 
     Raises:
         NativeUnavailable: it cannot be compiled or loaded.
     """
     compiler = find_compiler()
-    if compiler is None:
-        raise NativeUnavailable("no C++ compiler found (set CXX, or install g++)")
-    version = _run([compiler, "--version"])
+    maker = "*" if compiler is None else _hash(_run([compiler, "--version"]))
     texts = [path.read_text() for path in (source, *sorted(source.parent.glob("*.h")))]
-    parts = (*texts, " ".join(_FLAGS), version, torch.__version__, _cpu_flags())
-    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
-    target = cache_directory() / "native" / f"{source.stem}-{key}.so"
-    if not target.exists():
-        logger.info("compiling %s with %s", source.name, compiler)
-        _build(compiler, source, target)
+    key = _hash(*texts, " ".join(_FLAGS), torch.__version__, _cpu_flags())
+    directory, stem = cache_directory() / "native", f"{source.stem}-{key}-{maker}"
+    library = _find(directory, stem)
+    if library is None:
+        if compiler is None:
+            raise NativeUnavailable("no C++ compiler found (set CXX, or install g++)")
+        library = _make(directory, stem, compiler, source)
     try:
-        return ctypes.CDLL(str(target))
+        return ctypes.CDLL(str(library))
     except OSError as error:
-        raise NativeUnavailable(f"{target} cannot be loaded: {error}") from error
+        raise NativeUnavailable(f"{library} cannot be loaded: {error}") from error
 
 
-def _build(compiler: str, source: Path, target: Path) -> None:
+def _hash(*texts: str) -> str:
+    return hashlib.sha256("\0".join(texts).encode()).hexdigest()[:_HASH]
+
+
+def _find(directory: Path, stem: str) -> Path | None:
+    """A library whose content is what its name says; damaged ones are removed."""
+    for path in sorted(directory.glob(f"{stem}-*.so")):
+        with contextlib.suppress(OSError):
+            if sha256(path)[:_HASH] == path.stem.rpartition("-")[2]:
+                return path
+            logger.warning("%s is damaged and not used", path)
+            path.unlink()
+    return None
+
+
+def _make(directory: Path, stem: str, compiler: str, source: Path) -> Path:
+    """Compiles into the cache, unless another process did so meanwhile."""
+    from filelock import FileLock
+
     try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=target.parent) as directory:
-            objects, library = Path(directory, "kernel.o"), Path(directory, "kernel.so")
-            _run([compiler, *_FLAGS, "-c", str(source), "-o", str(objects)])
-            _run([compiler, "-shared", str(objects), *_openmp(), "-o", str(library)])
-            library.replace(target)  # atomic: a second process sees all of it or nothing
+        directory.mkdir(parents=True, exist_ok=True)
+        with FileLock(directory / ".lock"):
+            for left in directory.glob(f"{MAKING}*"):  # of a process that ended meanwhile
+                shutil.rmtree(left, ignore_errors=True)
+            return _find(directory, stem) or _build(directory, stem, compiler, source)
     except OSError as error:
-        raise NativeUnavailable(f"{target.parent} cannot be written: {error}") from error
+        raise NativeUnavailable(f"{directory} cannot be written: {error}") from error
+
+
+def _build(directory: Path, stem: str, compiler: str, source: Path) -> Path:
+    logger.info("compiling %s with %s", source.name, compiler)
+    with tempfile.TemporaryDirectory(dir=directory, prefix=MAKING) as work:
+        objects, library = Path(work, "kernel.o"), Path(work, "kernel.so")
+        _run([compiler, *_FLAGS, "-c", str(source), "-o", str(objects)])
+        _run([compiler, "-shared", str(objects), *_openmp(), "-o", str(library)])
+        target = directory / f"{stem}-{sha256(library)[:_HASH]}.so"
+        place(library, target)
+    return target
 
 
 def _openmp() -> list[str]:

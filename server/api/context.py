@@ -73,6 +73,11 @@ class ServerContext:
     created: int = field(default_factory=lambda: int(time.time()))
 
     @property
+    def model_names(self) -> tuple[str, ...]:
+        """Every name the model may be asked for by; answers and metrics bear the first."""
+        return (self.model_name, *self.options.aliases)
+
+    @property
     def load(self) -> int:
         """How many generation requests are being answered now."""
         return len(self.running)

@@ -19,12 +19,14 @@ class Count:
         max_tokens: None = `default_max_tokens`, as far as the context has room.
         default_max_tokens: None = all the room there is.
         field: the name the caller used for `max_tokens`.
+        prompt: the name of the field that holds the prompt.
         samples: choices per prompt that the engine makes.
     """
 
     max_tokens: int | None
     default_max_tokens: int | None
     field: str
+    prompt: str
     samples: int
     logprobs: int | None
     prompt_logprobs: int | None
@@ -83,6 +85,6 @@ def max_tokens(prompt_tokens: int, count: Count, info: EngineInfo) -> int:
             f"This model's maximum context length is {limit} tokens. However, you requested "
             f"{prompt_tokens + wanted} tokens ({prompt_tokens} in the prompt; {wanted} for the "
             f"completion). Shorten the prompt or lower {count.field}.",
-            "messages" if count.default_max_tokens is None else "prompt",
+            count.prompt,
         )
     return wanted

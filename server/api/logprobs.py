@@ -32,11 +32,12 @@ class LogprobWriter:
     ) -> dict[str, list[Any]]:
         """The four lists of /v1/completions; an entry of None (the first prompt token) is null.
 
-        Each dictionary holds the alternates and the token itself; of two tokens with the same
+        A token that is part of a character is written as its bytes, ``bytes:\\xf0\\x9f``. Each
+        dictionary holds the alternates and the token itself; of two tokens with the same
         text it keeps the likelier.
         """
         result: dict[str, list[Any]] = {
-            "tokens": [self.name(token) for token in tokens],
+            "tokens": [self._spelling(token) for token in tokens],
             "token_logprobs": [],
             "top_logprobs": [],
             "text_offset": list(offsets),
@@ -54,7 +55,7 @@ class LogprobWriter:
     def _alternates(self, entry: TokenLogprobs) -> dict[str, float]:
         result: dict[str, float] = {}
         for token, logprob in (*entry.top[: self._top], (entry.token_id, entry.logprob)):
-            name, value = self.name(token), _finite(logprob)
+            name, value = self._spelling(token), _finite(logprob)
             result[name] = max(value, result.get(name, value))
         return result
 
@@ -95,6 +96,15 @@ class LogprobWriter:
             }
             for token, (logprob, rank) in ranks.items()
         }
+
+    def _spelling(self, token: int) -> str:
+        """How a token is written where nothing else says which bytes it stands for."""
+        try:
+            self._codec.token_bytes(token).decode("utf-8")
+        except UnicodeDecodeError as error:
+            if not self._as_ids:
+                return "bytes:" + "".join(f"\\x{byte:02x}" for byte in error.object)
+        return self.name(token)
 
     def name(self, token: int) -> str:
         """How a token is written."""

@@ -10,7 +10,7 @@ from starlette.responses import JSONResponse, Response
 from typing_extensions import TypedDict
 
 from server.api.body import StrictRoute
-from server.api.checks import check_model, plain_messages, require
+from server.api.checks import check_model, plain_messages, require, template_variables
 from server.api.context import ServerContext
 from server.api.errors import ApiError
 from server.api.lengths import check_texts
@@ -86,10 +86,10 @@ def _add_health(router: APIRouter, context: ServerContext) -> None:
 
 
 def _add_models(router: APIRouter, context: ServerContext) -> None:
-    def card() -> dict[str, Any]:
+    def card(name: str) -> dict[str, Any]:
         ready = context.status() == "ready"
         return {
-            "id": context.model_name,
+            "id": name,
             "object": "model",
             "created": context.created,
             "owned_by": "specserve",
@@ -100,14 +100,14 @@ def _add_models(router: APIRouter, context: ServerContext) -> None:
 
     @router.get("/v1/models", tags=["models"])
     async def models() -> dict[str, Any]:
-        """The one model that is served."""
-        return {"object": "list", "data": [card()]}
+        """The one model that is served, under each of its names."""
+        return {"object": "list", "data": [card(name) for name in context.model_names]}
 
     @router.get("/v1/models/{model:path}", tags=["models"])
     async def model_card(model: str) -> dict[str, Any]:
         """The served model by its id."""
         check_model(context, model)
-        return card()
+        return card(model)
 
 
 def _add_tokenizer(router: APIRouter, context: ServerContext) -> None:
@@ -153,6 +153,7 @@ async def _text_to_tokenize(codec: TextCodec, body: TokenizeRequest) -> tuple[st
     fields = [name for name in ("prompt", "content", "messages") if getattr(body, name) is not None]
     if len(fields) > 1:
         raise ApiError(400, "Send only one of prompt, content and messages.", param="prompt")
+    variables = template_variables(body)
     if not fields:
         raise ApiError(400, "Send prompt, content or messages.", param="prompt")
     [field] = fields
@@ -160,6 +161,7 @@ async def _text_to_tokenize(codec: TextCodec, body: TokenizeRequest) -> tuple[st
         text = await codec.write_chat(
             plain_messages(body.messages),
             add_generation_prompt=body.add_generation_prompt is not False,
+            variables=variables,
         )
         return text, field
     text = getattr(body, field)

@@ -13,7 +13,9 @@ class ServerOptions:
 
     Args:
         max_body_bytes: largest request body; more is answered with 413.
+        aliases: further names of the model.
         default_max_tokens: `max_tokens` of a completion that names none (OpenAI: 16).
+        default_chat_max_tokens: the same of a chat; None = all the room the context has (OpenAI).
         max_stop_strings: stop strings one request may name.
         max_stop_length: characters one stop string or bad word may have.
         max_logprobs: most alternates per position, for output and prompt.
@@ -32,10 +34,14 @@ class ServerOptions:
         requests_per_minute: POST requests of one key; None = no limit.
         tokens_per_minute: prompt and generated tokens of one key; None = no limit.
         cors_origins: web origins whose pages may call; empty = none.
+        allow_control_tokens: whether control tokens that are spelled out in the messages of a
+            chat act as such; else they are text.
     """
 
     max_body_bytes: int = 8 * 1024 * 1024
+    aliases: tuple[str, ...] = ()
     default_max_tokens: int = 16
+    default_chat_max_tokens: int | None = None
     max_stop_strings: int = 16
     max_stop_length: int = 1024
     max_logprobs: int = 20
@@ -54,3 +60,4 @@ class ServerOptions:
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     cors_origins: tuple[str, ...] = ()
+    allow_control_tokens: bool = False

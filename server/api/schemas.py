@@ -9,20 +9,25 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal, NotRequired
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
 from typing_extensions import TypedDict
 
-Prompt = str | list[str] | list[int] | list[list[int]]
-
-_Text = Annotated[str, Field(min_length=1)]
-_Ids = Annotated[list[int], Field(min_length=1)]
-#: `Prompt` as the document tells it.
-_PromptSchema = (
-    _Text
-    | Annotated[list[_Text], Field(min_length=1)]
-    | _Ids
-    | Annotated[list[_Ids], Field(min_length=1)]
+from server.api.messages import Content, Messages
+from server.api.shapes import (
+    LENGTH,
+    VARIABLES,
+    Biases,
+    FewTokenIds,
+    PromptShape,
+    SomeTokenIds,
+    Stop,
+    TokenIds,
+    Words,
+    one_of,
 )
+from server.api.unsupported import describe_unsupported
+
+Prompt = str | list[str] | list[int] | list[list[int]]
 
 
 def _ranged(low: float, high: float, text: str | None = None) -> Any:
@@ -72,22 +77,13 @@ class StreamOptions(BaseModel):
     include_obfuscation: bool | None = Field(None, description="Accepted, without effect.")
 
 
-class TextPart(BaseModel):
-    """A piece of text."""
-
-    model_config = ConfigDict(strict=True)
-
-    type: Literal["text"]
-    text: str
-
-
 class Prediction(BaseModel):
     """Predicted Outputs: text the answer will probably contain. Changes speed, never text."""
 
     model_config = ConfigDict(strict=True)
 
     type: Literal["content"]
-    content: str | Annotated[list[TextPart], Field(min_length=1)]
+    content: Content
 
 
 class SpeculationOptions(BaseModel):
@@ -103,7 +99,7 @@ class SpeculationOptions(BaseModel):
 class GenerationRequest(BaseModel):
     """What completions and chat completions have in common."""
 
-    model_config = ConfigDict(strict=True, extra="allow")
+    model_config = ConfigDict(strict=True, extra="allow", json_schema_extra=describe_unsupported)
 
     model: str | None = Field(None, description="The served model; may be left out.")
     frequency_penalty: float | None = _ranged(-2, 2)
@@ -113,20 +109,22 @@ class GenerationRequest(BaseModel):
     top_p: float | None = _ranged(0, 1, "Default 1; 0 = greedy.")
     top_k: int | None = _ranged(-1, _INT32, "0 or -1 = off.")
     min_p: float | None = _ranged(0, 1, "0 = off.")
-    logit_bias: dict[str, float] | None = Field(None, description="Token id to -100..100.")
-    allowed_token_ids: list[int] | None = None
-    bad_words: list[str] | None = None
+    logit_bias: Biases | None = Field(None, description="Token id to -100..100.")
+    allowed_token_ids: SomeTokenIds | None = None
+    bad_words: Words | None = None
     max_tokens: int | None = _ranged(0, _INT32)
     min_tokens: int | None = _ranged(0, _INT32, "At most max_tokens.")
     ignore_eos: bool | None = None
     n: int | None = _ranged(1, 128)
     seed: int | None = _ranged(-(2**63), 2**63 - 1)
-    stop: str | list[str] | None = Field(None, description="Up to 16 strings.")
-    stop_token_ids: list[int] | None = None
+    stop: Stop | None = Field(None, description="Up to 16 strings.")
+    stop_token_ids: FewTokenIds | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = Field(None, description="Default true.")
     add_special_tokens: bool | None = None
-    truncate_prompt_tokens: int | None = _ranged(-1, _INT32, "Keep so many; -1 = what has room.")
+    truncate_prompt_tokens: Annotated[int, WithJsonSchema(LENGTH)] | None = Field(
+        None, description="Keep so many; -1 = what has room."
+    )
     truncation_side: Literal["left", "right"] | None = Field(
         None, description="Where truncation removes tokens; default left."
     )
@@ -148,44 +146,46 @@ class GenerationRequest(BaseModel):
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
-    prompt: Annotated[Prompt, PlainValidator(_check_prompt, json_schema_input_type=_PromptSchema)]
+    prompt: Annotated[Prompt, PlainValidator(_check_prompt, json_schema_input_type=PromptShape)]
     best_of: int | None = _ranged(1, 20, "At least n; above n not with stream.")
     echo: bool | None = None
     logprobs: int | None = _ranged(0, 20, "Alternates; 0 is not null.")
 
 
-class ChatMessage(BaseModel):
-    """One message. Tools and media are not supported."""
+class TemplateOptions(BaseModel):
+    """What a conversation's template is told beside the messages."""
 
     model_config = ConfigDict(strict=True)
 
-    role: Literal["developer", "system", "user", "assistant"]
-    content: str | Annotated[list[TextPart], Field(min_length=1)]
-    name: str | None = None
-    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
-    function_call: None = None
-    audio: None = None
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None,
+        description="Variables of the chat template, such as enable_thinking.",
+        json_schema_extra=VARIABLES,
+    )
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
+        None, description="A variable of the chat template; none also sets enable_thinking false."
+    )
 
 
-#: A template is a program that runs once for each of them, on the event loop.
-Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)]
-
-
-class ChatCompletionRequest(GenerationRequest):
+class ChatCompletionRequest(TemplateOptions, GenerationRequest):
     """POST /v1/chat/completions."""
 
     messages: Messages
-    max_completion_tokens: int | None = _ranged(0, _INT32, "Default: the context's rest.")
+    max_completion_tokens: int | None = _ranged(
+        0, _INT32, "Default: the context's rest, unless the server sets one."
+    )
     logprobs: bool | None = None
     top_logprobs: int | None = _ranged(0, 20, "Needs logprobs.")
     add_generation_prompt: bool | None = Field(None, description="Default true.")
     continue_final_message: bool | None = None
 
 
-class TokenizeRequest(BaseModel):
+class TokenizeRequest(TemplateOptions):
     """POST /tokenize: `prompt` (or `content`), or `messages`."""
 
-    model_config = ConfigDict(strict=True)
+    model_config = ConfigDict(
+        strict=True, json_schema_extra=one_of("prompt", "content", "messages")
+    )
 
     model: str | None = None
     prompt: str | None = None
@@ -202,7 +202,7 @@ class DetokenizeRequest(BaseModel):
     model_config = ConfigDict(strict=True)
 
     model: str | None = None
-    tokens: list[int]
+    tokens: TokenIds
 
 
 class ErrorBody(TypedDict):

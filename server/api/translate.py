@@ -20,6 +20,7 @@ from server.api.checks import (
     largest,
     plain_messages,
     require,
+    template_variables,
 )
 from server.api.context import ServerContext
 from server.api.errors import ApiError, quote
@@ -53,6 +54,7 @@ async def completion_job(context: ServerContext, codec: TextCodec, body: Complet
         max_tokens=body.max_tokens,
         default_max_tokens=options.default_max_tokens,
         field="max_tokens",
+        prompt="prompt",
         samples=samples,
         logprobs=logprobs if logprobs is not None or not ranked else 0,
         prompt_logprobs=largest(body.prompt_logprobs, logprobs if body.echo else None),
@@ -90,8 +92,9 @@ async def chat_job(context: ServerContext, codec: TextCodec, body: ChatCompletio
     preferred = body.max_completion_tokens
     count = Count(
         max_tokens=preferred if preferred is not None else body.max_tokens,
-        default_max_tokens=None,
+        default_max_tokens=options.default_chat_max_tokens,
         field="max_tokens" if preferred is None else "max_completion_tokens",
+        prompt="messages",
         samples=samples,
         logprobs=(top or 0) if body.logprobs else None,
         prompt_logprobs=body.prompt_logprobs,
@@ -109,6 +112,7 @@ async def chat_job(context: ServerContext, codec: TextCodec, body: ChatCompletio
         plain_messages(body.messages),
         add_generation_prompt=body.add_generation_prompt is not False and not continued,
         continue_final_message=continued,
+        variables=template_variables(body),
     )
     if body.truncate_prompt_tokens is None:
         check_texts([text], codec, context.engine.info, "messages")

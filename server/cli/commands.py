@@ -94,8 +94,8 @@ def _find_model(settings: Settings, console: Console) -> tuple[Path, str]:
     from engine.model import sources
 
     directory = sources.resolve(settings.model, report=console.say, progress=console.progress)
-    name = settings.served_model_name or sources.display_name(settings.model, directory)
-    return directory, name
+    names = settings.served_model_name or (sources.display_name(settings.model, directory),)
+    return directory, names[0]
 
 
 def _find_draft_model(settings: Settings, console: Console) -> Settings:

@@ -7,7 +7,7 @@ defaults of the engine's own settings are the engine's.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -57,8 +57,8 @@ class Settings(BaseModel):
         min_length=1,
         description="directory, .gguf file, hub id (OWNER/NAME), or pypi:NAME==VERSION",
     )
-    served_model_name: str | None = Field(
-        None, min_length=1, description="name in the API; default: the model's own"
+    served_model_name: Words = Field(
+        (), description="names in the API, separated by commas; default: the model's own"
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto", description="auto: bfloat16 where the device computes it natively, else float32"
@@ -176,6 +176,12 @@ class Settings(BaseModel):
     default_max_tokens: int = Field(
         _OPTIONS.default_max_tokens, ge=0, description="max_tokens of a completion that names none"
     )
+    default_chat_max_tokens: Count | None = Field(
+        None, description="the same of a chat; default: all the room that the context has"
+    )
+    allow_control_tokens: bool = Field(
+        False, description="let control tokens such as <|im_start|> act in chat messages, too"
+    )
     max_body: Size = Field(_OPTIONS.max_body_bytes, description="largest request body (413)")
     ping_seconds: float = Field(
         _OPTIONS.ping_seconds, ge=0, description="longest silence of a stream; 0: no pings"
@@ -281,21 +287,18 @@ class Settings(BaseModel):
             ConfigurationError: the keys cannot be read, or one of them is no good.
         """
         entries = [key.get_secret_value() for key in self.api_keys]
+        alike: dict[str, Any] = {
+            field.name: getattr(self, field.name)
+            for field in fields(ServerOptions)
+            if field.name in type(self).model_fields
+        }
         return ServerOptions(
+            **alike,
             keys=read_keys(entries, Path(self.api_key_file) if self.api_key_file else None),
-            open_metrics=self.open_metrics,
-            requests_per_minute=self.requests_per_minute,
-            tokens_per_minute=self.tokens_per_minute,
-            cors_origins=self.cors_origins,
-            body_seconds=self.body_seconds,
             queue_seconds=self.max_queue_seconds,
             generation_seconds=self.max_generation_seconds,
             max_body_bytes=self.max_body,
-            default_max_tokens=self.default_max_tokens,
-            ping_seconds=self.ping_seconds,
-            send_timeout_seconds=self.send_timeout_seconds,
-            stuck_after_seconds=self.stuck_after_seconds,
-            drain_seconds=self.drain_seconds,
+            aliases=tuple(dict.fromkeys(self.served_model_name))[1:],
         )
 
     def to_yaml(self) -> str:

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, cast
 
 from engine.errors import InvalidRequest
 from server.text.decode import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from server.text.guard import Guard, GuardedText
 from server.text.lanes import Lanes
 from server.text.least import text_bound
 from server.text.tokenizer import Tokenizer, byte_alphabet
 
 #: Prompt tokens that give the output its context where decoding needs one.
 CONTEXT_TOKENS = 8
+
+#: Names in a chat template that are not a caller's to set.
+RESERVED_VARIABLES = frozenset((
+    "self", "conversation", "conversations", "messages", "tools", "documents", "chat_template",
+    "add_generation_prompt", "continue_final_message", "tokenize", "sanitize_control_tokens",
+    "padding", "truncation", "max_length", "return_tensors", "return_dict",
+    "return_assistant_tokens_mask", "tokenizer_kwargs", "raise_exception", "strftime_now",
+    "bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token",
+    "additional_special_tokens",
+))  # fmt: skip
 
 _BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
@@ -26,10 +38,12 @@ class TextCodec:
 
     Args:
         tokenizer: a transformers tokenizer.
+        control: whether control tokens that are spelled out in messages act as such.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, control: bool = False) -> None:
         self._tokenizer = tokenizer
+        self._control = control
         added = tokenizer.added_tokens_decoder
         self._special = frozenset(token for token, entry in added.items() if entry.special)
         self._known = len(tokenizer)
@@ -47,6 +61,9 @@ class TextCodec:
 
     async def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[list[int]]:
         """Token ids of every text; long texts hold up neither the event loop nor short ones.
+
+        Control tokens that a text spells out act as such, except those of callers in what
+        `render_chat` returned.
 
         Raises:
             Overloaded: too much waits for the tokenizer already.
@@ -66,8 +83,12 @@ class TextCodec:
         return text if self._bound is None else text[: tokens * self._bound.per_token]
 
     def _encode_all(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
-        encode = self._tokenizer.encode
-        return [encode(text, add_special_tokens=add_special_tokens) for text in texts]
+        return [
+            self._guard.encode(text, add_special_tokens=add_special_tokens)
+            if isinstance(text, GuardedText)
+            else self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+            for text in texts
+        ]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """The text of all `token_ids` together; ids beyond the tokenizer's have none."""
@@ -133,7 +154,14 @@ class TextCodec:
             return ""
         return self._tokenizer.convert_ids_to_tokens(token_id) or ""
 
-    async def write_chat(self, messages: Sequence[Mapping[str, str]], **how: bool) -> str:
+    async def write_chat(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
+    ) -> str:
         """`render_chat`, where long conversations hold up neither the event loop nor short ones.
 
         Raises:
@@ -141,7 +169,16 @@ class TextCodec:
             Overloaded: too much waits already.
         """
         characters = sum(len(value) for message in messages for value in message.values())
-        return await self._lanes.run(characters, lambda: self.render_chat(messages, **how))
+
+        def work() -> str:
+            return self.render_chat(
+                messages,
+                add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message,
+                variables=variables,
+            )
+
+        return await self._lanes.run(characters, work)
 
     def render_chat(
         self,
@@ -149,8 +186,16 @@ class TextCodec:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        variables: Mapping[str, Any] | None = None,
     ) -> str:
         """The prompt text of a conversation, by the tokenizer's own template (sandboxed).
+
+        Args:
+            variables: more names that the template may read, with JSON values; none of
+                `RESERVED_VARIABLES`.
+
+        Returns:
+            The text; a `GuardedText` if callers spelled out control tokens that must not act.
 
         Raises:
             InvalidRequest: there is no template, or it refuses these messages.
@@ -161,19 +206,41 @@ class TextCodec:
                 "use /v1/completions.",
                 "messages",
             )
+        conversation = [dict(message) for message in messages]
+        given: dict[str, Any] = dict(variables or {})
+        # The caller has checked the roles; some templates make control tokens of them.
+        written = [{k: v for k, v in m.items() if k != "role"} for m in conversation]
+        guarded = not self._control and self._guard.concerns([*written, given])
+        if guarded:
+            texts = self._guard.disguise(written)
+            conversation = [{**m, **t} for m, t in zip(conversation, texts, strict=True)]
+            given = self._guard.disguise(given)
         try:
-            text = self._tokenizer.apply_chat_template(
-                [dict(message) for message in messages],
-                tokenize=False,
+            text = self._render(
+                conversation,
+                **given,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
             )
         except Exception as error:  # a template is a program and may raise anything
-            reason = ascii(str(error))[:200]
+            reason = ascii(self._guard.reveal(str(error)))[:200]
             raise InvalidRequest(
                 f"The model's chat template refuses these messages: {reason}.", "messages"
             ) from None
-        return cast(str, text)
+        return self._guard.guarded(text) if guarded else text
+
+    def _render(self, conversation: Sequence[Mapping[str, Any]], **given: Any) -> str:
+        return cast(str, self._tokenizer.apply_chat_template(conversation, tokenize=False, **given))
+
+    @functools.cached_property
+    def _guard(self) -> Guard:
+        """Knows the control tokens: what the tokenizer calls special, and what the template
+        writes around messages."""
+        try:
+            written = self._render([{"role": r, "content": ""} for r in ("user", "assistant")])
+        except Exception:  # it refuses such a conversation, or every one
+            written = ""
+        return Guard(self._tokenizer, written)
 
 
 def _is_byte_level(tokenizer: Tokenizer) -> bool:

@@ -77,6 +77,27 @@ def test_the_image_runs_as_nobody_and_holds_no_weights() -> None:
     assert rules[0] == "*"  # nothing but what the rest lets in
 
 
+_VARIABLE = re.compile(r"\$\{(\w+)(?::-([\w.-]*))?\}|\$(\w+)")
+
+
+def test_every_stage_is_found_before_an_argument_is_read() -> None:
+    """Older buildahs look for the stages that are needed with what the command line gave alone:
+    so a variable in FROM says its default, and the same as the ARG that declares it."""
+    text = (ROOT / "Dockerfile").read_text()
+    declared = dict(re.findall(r"^ARG (\w+)=(.*)$", text, re.MULTILINE))
+    stages: list[str] = []
+    for base, name in re.findall(r"^FROM (\S+) AS (\S+)$", text, re.MULTILINE):
+        for braced, default, bare in _VARIABLE.findall(base):
+            assert not bare, base
+            assert default == declared[braced], base
+        plain = _VARIABLE.sub(lambda match: match[2], base)
+        assert plain in stages or ":" in plain, plain  # a stage before it, or an image
+        for variant in ("cpu", "cuda"):
+            assert _VARIABLE.sub(variant, base) in [*stages, plain]
+        stages.append(name)
+    assert len(stages) == len(re.findall(r"^FROM ", text, re.MULTILINE)) == 4
+
+
 @pytest.mark.parametrize("name", ["server", "server-gpu", "prometheus", "grafana"])
 def test_services_have_no_more_rights_than_they_need(name: str) -> None:
     service = compose()["services"][name]

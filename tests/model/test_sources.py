@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
+import os
+import resource
 import threading
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
 import pytest
+from filelock import FileLock
 from safetensors.numpy import load_file
 
 from engine.errors import ConfigurationError, ModelNotSupported
-from engine.model import convert, packages, sources
-from engine.model.packages import ModelPackage, sha256
+from engine.model import convert, files, packages, sources
+from engine.model.files import sha256
+from engine.model.packages import ModelPackage
 from tests.tiny import CONTEXT, write_gguf
 
 
@@ -234,6 +239,93 @@ def test_two_starts_at_once_convert_once(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(calls) == 1
     assert found[0] == found[1]
     assert (found[0] / "made").exists()
+
+
+DAMAGE: dict[str, Callable[[Path], object]] = {
+    "short weights": lambda model: os.truncate(model / "model.safetensors", 100),
+    "no weights": lambda model: (model / "model.safetensors").unlink(),
+    "empty tokenizer": lambda model: (model / "tokenizer.json").write_bytes(b""),
+    "another number": lambda model: change(model / "config.json", b"4096", b"4097"),
+    "empty seal": lambda model: (model / ".seal.json").write_bytes(b""),
+}
+
+
+def change(path: Path, old: bytes, new: bytes) -> None:
+    content = path.read_bytes()
+    assert old in content
+    path.write_bytes(content.replace(old, new))
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
+def test_a_damaged_conversion_is_made_again(
+    tmp_path: Path, damage: Callable[[Path], object]
+) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf")
+    model = sources.resolve(str(path))
+    weights = (model / "model.safetensors").read_bytes()
+    damage(model)
+    assert sources.cached(str(path)) is None
+    said: list[str] = []
+    assert sources.resolve(str(path), report=said.append) == model
+    assert any("is damaged; it is made again" in line for line in said)
+    assert (model / "model.safetensors").read_bytes() == weights
+    assert sources.cached(str(path)) == model
+
+
+def test_a_conversion_of_an_earlier_version_is_taken_as_it_is(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf")
+    model = sources.resolve(str(path))
+    (model / ".seal.json").unlink()
+    assert sources.cached(str(path)) == model
+    os.truncate(model / "model.safetensors", 100)  # from then on it is watched
+    assert sources.cached(str(path)) is None
+
+
+def test_the_ends_of_large_files_are_compared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(files, "_WHOLE_BYTES", 100)
+    monkeypatch.setattr(files, "_EDGE_BYTES", 10)
+    (tmp_path / "weights").write_bytes(b"x" * 200)
+    files.seal(tmp_path)
+    assert files.is_whole(tmp_path)
+    for content in (b"x" * 199, b"y" + b"x" * 199, b"x" * 199 + b"\0", b""):
+        (tmp_path / "weights").write_bytes(content)
+        assert not files.is_whole(tmp_path)
+
+
+def test_what_a_killed_conversion_left_is_removed_under_its_lock(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf")
+    models = tmp_path / "cache" / "models"
+    ended, running = (models / f".making-{digit * 16}-v1-abc" for digit in "ab")
+    for work in (ended, running):
+        work.mkdir(parents=True)
+        (work / "model.safetensors").write_bytes(b"x" * 1000)
+    with FileLock(models / f"{'b' * 16}-v1.lock"):
+        model = sources.resolve(str(path))
+        assert not ended.exists()
+        assert running.exists()
+    own = models / f".making-{model.parent.name}-xyz"  # also where there is nothing to make
+    own.mkdir()
+    assert sources.resolve(str(path)) == model
+    assert not own.exists()
+    assert not running.exists()
+
+
+@pytest.mark.parametrize("limit", [500, 3_000, 20_000])
+def test_a_full_disk_leaves_nothing(tmp_path: Path, limit: int) -> None:
+    """Whichever file does not fit, of the model or of its tokenizer."""
+    path = write_gguf(tmp_path / "tiny.gguf")
+    most = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, most[1]))
+    try:
+        with pytest.raises(ConfigurationError, match="make room there"):
+            sources.resolve(str(path))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, most)
+    left = [path.name for path in (tmp_path / "cache" / "models").iterdir() if path.is_dir()]
+    assert left == ["known"]
+    assert sources.resolve(str(path)).is_dir()
 
 
 def test_a_cache_that_cannot_be_written_says_what_to_do(

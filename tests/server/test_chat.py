@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import httpx
@@ -9,6 +10,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from server.api.app import create_app
+from server.text.codec import RESERVED_VARIABLES
 from tests.server.benches import assert_envelope, unharmed
 from tests.server.support import MODEL, TEXT, FakeEngine, call, ids, make_app, make_tokenizer
 
@@ -164,6 +166,132 @@ def test_bad_requests_name_the_field(fields: dict[str, Any], param: str) -> None
         error = assert_envelope(call(app, "POST", "/v1/chat/completions", json=body), 400)
         assert error["param"] == param
         assert len(engine.requests) == before
+
+
+@pytest.mark.parametrize(
+    ("message", "where", "reason"),
+    [
+        (
+            {"role": "wizard", "content": "x"},
+            "messages.0.role",
+            "the role is 'wizard', but it must be one of developer, system, user and assistant.",
+        ),
+        (
+            {"role": "tool", "content": "x"},
+            "messages.0.role",
+            "the role is 'tool', but it must be one of developer, system, user and assistant.",
+        ),
+        ({"role": 5, "content": "x"}, "messages.0.role", "the role is no string, but it must be "),
+        (
+            {"role": "user", "content": [{"type": "text", "text": "x"}, {"type": "image_url"}]},
+            "messages.0.content",
+            "part 1 is an image (type image_url), but this server reads text only.",
+        ),
+        (
+            {"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]},
+            "messages.0.content",
+            "part 0 is audio (type input_audio), but this server reads text only.",
+        ),
+        (
+            {"role": "user", "content": [{"type": ["image_url"]}]},
+            "messages.0.content",
+            'part 0 must be such as {"type": "text", "text": "..."}.',
+        ),
+        ({"role": "user", "content": []}, "messages.0.content", "send a string, or a non-empty "),
+    ],
+)
+def test_what_cannot_be_read_is_refused_in_one_sentence(
+    message: dict[str, Any], where: str, reason: str
+) -> None:
+    error = assert_envelope(chat(FakeEngine(), messages=[message]), 400)
+    assert error["param"] == "messages"
+    assert error["message"].startswith(f"{where}: {reason}")
+    assert error["message"].count(". ") == 0
+
+
+def test_a_prediction_is_text_as_well() -> None:
+    prediction = {"type": "content", "content": [{"type": "image_url", "image_url": {}}]}
+    error = assert_envelope(chat(FakeEngine(), prediction=prediction), 400)
+    assert error["message"] == (
+        "prediction.content: part 0 is an image (type image_url), but this server reads text only."
+    )
+
+
+# ------------------------------------------------------------- variables of the template
+
+THINKING = (
+    "{% for m in messages %}{{ m.content }}{% endfor %}"
+    "[{{ enable_thinking }} {{ reasoning_effort }} {{ tags | tojson }}]"
+)
+
+
+def rendered(**body: Any) -> str:
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=make_tokenizer().backend_tokenizer,
+        eos_token="<eos>",
+        chat_template=THINKING,
+    )
+    app = create_app(engine := FakeEngine(), tokenizer, MODEL)
+    body = {"messages": HELLO, **body}
+    response = call(app, "POST", "/v1/chat/completions", json=body)
+    assert response.status_code == 200, response.text
+    counted = call(app, "POST", "/tokenize", json=body).json()["tokens"]
+    assert counted == list(engine.requests[0].prompt)
+    text: str = tokenizer.decode(counted)
+    return text
+
+
+def test_variables_reach_the_template() -> None:
+    kwargs = {"enable_thinking": False, "tags": ["é", {"a": None}]}
+    assert rendered(chat_template_kwargs=kwargs) == 'hi[False  ["é", {"a": null}]]'
+    assert rendered(reasoning_effort="high", chat_template_kwargs={"tags": 1}) == "hi[ high 1]"
+    assert rendered(reasoning_effort="none", chat_template_kwargs={"tags": 1}) == (
+        "hi[False none 1]"
+    )
+
+
+def test_no_variable_overrides_what_is_not_the_callers() -> None:
+    parameters = inspect.signature(PreTrainedTokenizerFast.apply_chat_template).parameters
+    taken = set(parameters) - {"kwargs"}
+    assert taken <= RESERVED_VARIABLES
+    assert set(PreTrainedTokenizerFast.SPECIAL_TOKENS_ATTRIBUTES) <= RESERVED_VARIABLES
+    for name in RESERVED_VARIABLES:
+        error = assert_envelope(chat(FakeEngine(), chat_template_kwargs={name: []}), 400)
+        assert error["param"] == "chat_template_kwargs"
+        assert name in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"chat_template_kwargs": []}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": "enable_thinking"}, "chat_template_kwargs"),
+        ({"reasoning_effort": "huge"}, "reasoning_effort"),
+        (
+            {"reasoning_effort": "low", "chat_template_kwargs": {"reasoning_effort": "low"}},
+            "reasoning_effort",
+        ),
+    ],
+)
+def test_bad_variables_name_the_field(fields: dict[str, Any], param: str) -> None:
+    for path in ("/v1/chat/completions", "/tokenize"):
+        body = {"messages": HELLO, **fields}
+        response = call(make_app(FakeEngine()), "POST", path, json=body)
+        assert assert_envelope(response, 400)["param"] == param
+
+
+def test_chats_have_a_default_limit_if_the_server_sets_one() -> None:
+    for default, given, limit in ((7, {}, 7), (7, {"max_tokens": 9}, 9), (500, {}, None)):
+        engine = FakeEngine()
+        app = make_app(engine, default_chat_max_tokens=default)
+        body = {"messages": HELLO, **given}
+        assert call(app, "POST", "/v1/chat/completions", json=body).status_code == 200
+        room = 512 - len(engine.requests[0].prompt)
+        assert engine.requests[0].sampling.max_tokens == (limit or room)
+    long = {"messages": [{"role": "user", "content": "x" * 2000}]}
+    app = make_app(FakeEngine(), default_chat_max_tokens=7)
+    error = assert_envelope(call(app, "POST", "/v1/chat/completions", json=long), 400)
+    assert error["param"] == "messages"
 
 
 def test_neutral_values_of_what_is_missing_are_accepted() -> None:

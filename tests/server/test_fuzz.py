@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
 from server.api import schemas
-from server.api.checks import UNSUPPORTED
 from server.api.keys import read_keys
+from server.api.unsupported import UNSUPPORTED
 from tests.server.benches import Bench, assert_envelope, strict_json
 from tests.server.found_rows import CHAT, COMPLETIONS, DETOKENIZE, FOUND, GOOD, TOKENIZE
 from tests.server.support import FakeEngine, call, make_app

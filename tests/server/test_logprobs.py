@@ -4,7 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from tests.server.support import FakeEngine, choice, complete, ids, logprob_of, make_app
+from engine.types import TokenLogprobs
+from server.api.logprobs import LogprobWriter
+from server.text.codec import TextCodec
+from tests.server.support import (
+    FakeEngine,
+    choice,
+    complete,
+    ids,
+    logprob_of,
+    make_app,
+    make_tokenizer,
+)
 
 
 def test_logprobs_zero_is_not_null() -> None:
@@ -27,14 +38,24 @@ def test_each_top_logprobs_has_k_or_k_plus_one_entries(top: int) -> None:
         assert entry[name] == value
 
 
+def test_parts_of_a_character_are_written_as_bytes() -> None:
+    """As OpenAI does: tokens that would all read as U+FFFD stay apart."""
+    lists = choice(make_app(FakeEngine("é🦊")), logprobs=5)["logprobs"]
+    written = "".join(lists["tokens"][:-1])
+    assert written == r"bytes:\xc3bytes:\xa9bytes:\xf0bytes:\x9fbytes:\xa6bytes:\x8a"
+    assert lists["text_offset"] == [0, 0, 1, 1, 1, 1, 2]
+    fox = logprob_of(ids("🦊")[0], 5)
+    assert len(lists["top_logprobs"][2]) == 5  # none hides another
+    assert lists["top_logprobs"][2][r"bytes:\xf0"] == fox.logprob
+    echoed = choice(make_app(FakeEngine("a")), prompt="é", echo=True, logprobs=0)["logprobs"]
+    assert echoed["tokens"] == [r"bytes:\xc3", r"bytes:\xa9", "a", "<eos>"]
+
+
 def test_tokens_with_the_same_text_keep_the_larger_logprob() -> None:
-    fox = ids("🦊")
-    lists = choice(make_app(FakeEngine("🦊")), logprobs=5)["logprobs"]
-    replacement = "\N{REPLACEMENT CHARACTER}"
-    assert lists["tokens"][:1] == [replacement]
-    shown = {t for t, _ in logprob_of(fox[0], 5).top}
-    assert len(shown) == 5
-    assert lists["top_logprobs"][0][replacement] == logprob_of(fox[0], 5).logprob
+    entry = TokenLogprobs(5, -3.0, 2, ((5, -1.0), (6, -2.0)))
+    writer = LogprobWriter(TextCodec(make_tokenizer()), 2, as_ids=False)
+    lists = writer.completion([entry], [5], [0])
+    assert lists["top_logprobs"][0][lists["tokens"][0]] == -1.0
 
 
 def test_tokens_as_token_ids() -> None:

@@ -81,6 +81,25 @@ def test_models_are_found_by_ids_with_slashes() -> None:
     assert missing.json()["error"]["code"] == "model_not_found"
 
 
+def test_a_model_is_served_under_several_names() -> None:
+    app = make_app(FakeEngine(), aliases=("gpt-4", "other/name"))
+    names = [MODEL, "gpt-4", "other/name"]
+    cards = call(app, "GET", "/v1/models").json()["data"]
+    assert [(card["id"], card["root"]) for card in cards] == [(name, MODEL) for name in names]
+    for name, card in zip(names, cards, strict=True):
+        assert call(app, "GET", f"/v1/models/{name}").json() == card
+        for path, body in (
+            ("/v1/completions", {"prompt": "x"}),
+            ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}),
+        ):
+            answer = call(app, "POST", path, json={**body, "model": name}).json()
+            assert answer["model"] == MODEL
+        assert call(app, "POST", "/tokenize", json={"prompt": "x", "model": name}).is_success
+    error = call(app, "POST", "/tokenize", json={"prompt": "x", "model": "gpt"}).json()["error"]
+    assert error["code"] == "model_not_found"
+    assert all(name in error["message"] for name in names)
+
+
 def test_version_and_load() -> None:
     app = make_app(FakeEngine())
     assert re.match(r"\d+\.\d+", call(app, "GET", "/version").json()["version"])
@@ -110,6 +129,7 @@ def test_tokenize_messages() -> None:
         ("/tokenize", {}, "prompt"),
         ("/tokenize", {"prompt": 5}, "prompt"),
         ("/tokenize", {"messages": []}, "messages"),
+        ("/tokenize", {"prompt": "x", "content": "x"}, "prompt"),
         ("/detokenize", {}, "tokens"),
         ("/detokenize", {"tokens": [10**9]}, "tokens"),
         ("/detokenize", {"tokens": [-1]}, "tokens"),

@@ -155,6 +155,13 @@ def test_values_reach_the_engine_and_the_server() -> None:
     assert (options.drain_seconds, options.max_body_bytes) == (1.5, 1_000_000)
 
 
+def test_a_model_has_several_names() -> None:
+    settings = load_settings(None, {"SPECSERVE_SERVED_MODEL_NAME": "a/b, c,a/b ,d"}, {})
+    assert settings.served_model_name[0] == "a/b"
+    assert settings.server_options().aliases == ("c", "d")
+    assert Settings().server_options().aliases == ()
+
+
 def test_settings_that_do_not_fit_together_are_refused() -> None:
     with pytest.raises(ConfigurationError, match="max_batch_tokens is 5"):
         Settings(max_batch_tokens=5, max_sequences=6).engine_config("x")
