@@ -24,7 +24,8 @@ from engine.draft.portfolio import DrafterPortfolio
 from engine.draft.store import AnswerStore
 from engine.errors import ConfigurationError
 from engine.judge import Judge
-from engine.model.loader import LoadedModel, Runner, load_model
+from engine.model.checked import load_checked
+from engine.model.loader import LoadedModel, Runner
 from engine.model.memory import available_memory, logits_bytes, plan_pages
 from engine.model.pairing import check_pair
 from engine.model.selftest import check_invariance
@@ -59,7 +60,7 @@ def build_engine(
     """
     torch.set_num_threads(config.threads or len(os.sched_getaffinity(0)))
     report("Loading weights")
-    loaded = load_model(Path(config.model.path), config.model)
+    loaded = load_checked(Path(config.model.path), config.model)
     draft = None
     if config.speculation.draft_model is not None:
         report("Loading the draft model")
@@ -118,6 +119,7 @@ def assemble(
         runner=loaded.runner_name,
         drafters=tuple(drafters),
         max_draft=config.speculation.max_draft,
+        checked=loaded.checked,
     )
     rules = RequestRules(
         vocab_size=loaded.vocab_size,
@@ -186,7 +188,7 @@ def _make_drafters(
 
 def _load_draft_model(target: ModelConfig, draft: ModelConfig) -> LoadedModel:
     check_pair(Path(target.path), Path(draft.path))
-    return load_model(Path(draft.path), draft)
+    return load_checked(Path(draft.path), draft)
 
 
 def _make_planner(config: EngineConfig, advisor: Advisor) -> AdaptivePlanner:

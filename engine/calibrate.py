@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
 from pathlib import Path
@@ -14,6 +13,7 @@ from engine.cache.pages import PagePool
 from engine.control.calibration import Calibration, cache_key, calibrate
 from engine.model.loader import Runner
 from engine.model.paths import cache_directory
+from engine.model.version import passes_version
 
 logger = logging.getLogger(__name__)
 
@@ -59,15 +59,6 @@ def load_calibration(
         timer.close()
     _write(path, measured)
     return measured
-
-
-def passes_version() -> str:
-    """Changes with the code that computes passes: what was measured of other code says nothing."""
-    digest = hashlib.sha256(torch.__version__.encode())
-    for path in sorted((Path(__file__).parent / "model").rglob("*")):
-        if path.suffix in {".py", ".cpp", ".h"}:
-            digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()
 
 
 class PassTimer:

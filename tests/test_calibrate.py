@@ -11,11 +11,13 @@ import torch
 from engine import calibrate
 from engine.batch import Batch
 from engine.cache.pages import PagePool
-from engine.calibrate import PassTimer, load_calibration, passes_version
+from engine.calibrate import PassTimer, load_calibration
 from engine.config import EngineConfig, ModelConfig, SpeculationConfig
 from engine.control.adaptive import AdaptivePlanner
 from engine.control.options import PlannerOptions
 from engine.control.report import measuring
+from engine.model import version
+from engine.model.version import passes_version
 from engine.prepare import measure, warm_up
 from tests.drafters import ScriptedDrafter
 from tests.fakes import FakeRunner, load_fake, make_engine
@@ -86,7 +88,7 @@ def test_the_version_covers_kernels_and_runners(
 ) -> None:
     versions = {passes_version(), passes_version()}
     assert len(versions) == 1
-    monkeypatch.setattr(calibrate, "__file__", str(tmp_path / "calibrate.py"))
+    monkeypatch.setattr(version, "__file__", str(tmp_path / "model" / "version.py"))
     for name in ("runner.py", "kernels/attention.h", "kernels/kernels.cpp"):
         path = tmp_path / "model" / name
         path.parent.mkdir(parents=True, exist_ok=True)

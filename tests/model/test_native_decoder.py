@@ -7,22 +7,28 @@ import random
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from engine.batch import Span, build_batch
 from engine.cache.pages import PagePool
 from engine.model.native_decoder import NativeDecoder, NativeRunner, why_not_native
 from engine.model.packing import alternate, alternate_halves, pack
+from engine.model.probe import probe
 from tests.tiny_models import CONTEXT, FAMILIES, VOCAB, eager, make_model
 
 TOKENS = [random.Random(3).randrange(VOCAB) for _ in range(120)]
 DTYPES = [torch.float32, torch.bfloat16]
 
 
+def decoder_of(model: PreTrainedModel) -> NativeDecoder:
+    return NativeDecoder(model, CONTEXT, [layer.window for layer in probe(model)])
+
+
 def new_runner(
     family: str, dtype: torch.dtype, page_size: int = 16
 ) -> tuple[NativeRunner, PagePool]:
     pages = 400 // page_size
-    decoder = NativeDecoder(make_model(family, dtype), CONTEXT)
+    decoder = decoder_of(make_model(family, dtype))
     return NativeRunner(decoder, pages, page_size), PagePool(pages, page_size)
 
 
@@ -98,7 +104,7 @@ def test_rows_do_not_depend_on_threads():
 
 
 def test_two_runners_of_one_decoder_keep_apart():
-    decoder = NativeDecoder(make_model("llama"), CONTEXT)
+    decoder = decoder_of(make_model("llama"))
     pool = PagePool(25, 16)
     first, second = NativeRunner(decoder, 25, 16), NativeRunner(decoder, 25, 16)
     table = pool.new_table("")
