@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from engine import calibrate
 from engine.batch import Batch
+from engine.build import assemble
 from engine.cache.pages import PagePool
 from engine.calibrate import PassTimer, load_calibration
 from engine.config import EngineConfig, ModelConfig, SpeculationConfig
 from engine.control.adaptive import AdaptivePlanner
 from engine.control.options import PlannerOptions
 from engine.control.report import measuring
+from engine.errors import ConfigurationError
 from engine.model import version
 from engine.model.version import passes_version
 from engine.prepare import measure, warm_up
@@ -131,6 +135,27 @@ def test_the_warm_up_is_no_experience() -> None:
     assert planner.meter.seconds == 0.0
     assert planner.acceptance.outcomes == 0
     assert not built.engine.has_work
+
+
+@pytest.mark.parametrize(
+    ("outcome", "said"),
+    [
+        (RuntimeError("no kernel"), "The step that served this request failed: RuntimeError"),
+        (torch.nan, "logits at position .* are not finite numbers"),
+    ],
+)
+def test_a_warm_up_that_fails_says_what_failed(outcome: Any, said: str) -> None:
+    class Failing(FakeRunner):
+        def forward(self, batch: Batch) -> Any:
+            if isinstance(outcome, Exception):
+                raise outcome
+            out = super().forward(batch)
+            getattr(out, "logits", out).fill_(outcome)
+            return out
+
+    built = assemble(EngineConfig(ModelConfig("fake")), replace(load_fake(), make_runner=Failing))
+    with pytest.raises(ConfigurationError, match=f"the model fails in the warm-up: .*{said}"):
+        warm_up(built.engine, built.rules)
 
 
 def test_the_warm_up_tries_every_drafter() -> None:

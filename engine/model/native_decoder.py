@@ -90,6 +90,9 @@ def why_not_native(model: PreTrainedModel) -> str | None:
         return f"its activation is {config.hidden_act}"
     if rope not in _STATIC_ROPE:
         return f"its rotary embedding is {rope}"
+    matrices = {type(m).__name__ for m in model.modules() if hasattr(m, "in_features")}
+    if matrices != {"Linear"}:  # such as quantised ones
+        return f"its matrices are {', '.join(sorted(matrices))}"
     head_size = model.model.layers[0].self_attn.head_dim
     if any(width % 2 for width in (config.hidden_size, config.intermediate_size, head_size)):
         return "a layer's width is odd"

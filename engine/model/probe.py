@@ -117,9 +117,13 @@ def longest_sequence(model: PreTrainedModel, wanted: int | None) -> int:
 
     Raises:
         ConfigurationError: more are wanted than that.
+        ModelNotSupported: there is no room at all.
     """
     text = model.config.get_text_config()
-    most = getattr(text, "max_position_embeddings", None) or 2**31
+    most = getattr(text, "max_position_embeddings", None)
+    most = 2**31 if most is None else most
+    if most < 1:
+        raise ModelNotSupported(f"max_position_embeddings is {most}, so no token has a place.")
     why = f"the model was made for {most} tokens"
     for length, reason in _turning_points(model):
         if length < most:

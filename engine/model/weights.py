@@ -6,9 +6,10 @@ something that the model then does not do. Both are refused by name.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ _SPARE = re.compile(
     r"|(^|\.)(visual|vision\w*|audio\w*|multi_modal_projector|mm_projector|mtp\w*)\."
 )
 
-_MOST_WORDS = 400  # characters of what a library says that are worth repeating
+_MOST_WORDS = 240  # characters of what a library says that are worth repeating
 
 
 def read_model(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
@@ -40,16 +41,17 @@ def read_model(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
         ModelNotSupported: there is none, or it cannot be read completely; names what is amiss.
     """
     try:
-        model, found = AutoModelForCausalLM.from_pretrained(
-            directory,
-            dtype=dtype,
-            attn_implementation="eager",
-            use_safetensors=True,
-            local_files_only=True,
-            trust_remote_code=False,
-            output_loading_info=True,
-            ignore_mismatched_sizes=True,  # it would not say which; `_check` does
-        )
+        with _quiet():
+            model, found = AutoModelForCausalLM.from_pretrained(
+                directory,
+                dtype=dtype,
+                attn_implementation="eager",
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # it would not say which; `_check` does
+            )
     except Exception as error:  # whatever a library makes of files that others wrote
         logger.debug("%s cannot be loaded", directory, exc_info=True)
         raise ModelNotSupported(f"{directory} cannot be loaded: {in_a_line(error)}") from error
@@ -57,10 +59,25 @@ def read_model(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
     return model
 
 
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Without the tables that transformers prints of what `_check` says in a sentence."""
+    theirs = logging.getLogger("transformers.modeling_utils")
+    level = theirs.level
+    theirs.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        theirs.setLevel(level)
+
+
 def in_a_line(error: BaseException) -> str:
     """What an exception says, without line breaks and endless lists; its type, if that says more
     than its words do."""
-    words = " ".join(str(error).split())[:_MOST_WORDS]
+    words = " ".join(str(error).split())
+    if len(words) > _MOST_WORDS:
+        whole, dot, _ = words[:_MOST_WORDS].rpartition(". ")
+        words = whole + dot.strip() if dot else words[:_MOST_WORDS] + " ..."
     plain = isinstance(error, (OSError, ValueError, ImportError)) and words
     return words if plain else f"{type(error).__name__}: {words}".rstrip(": ")
 

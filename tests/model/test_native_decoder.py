@@ -149,3 +149,14 @@ def test_what_cannot_run_natively_says_why():
     assert "float16" in (why_not_native(make_model("llama", torch.float16)) or "")
     gelu = make_model("llama", hidden_act="gelu")
     assert "gelu" in (why_not_native(gelu) or "")
+
+
+def test_matrices_that_are_not_plain_are_left_to_transformers():
+    """Quantised layers keep what `weight` alone does not tell."""
+
+    class ScaledLinear(torch.nn.Linear):
+        pass
+
+    model = make_model("llama")
+    model.model.layers[1].mlp.up_proj.__class__ = ScaledLinear
+    assert "ScaledLinear" in (why_not_native(model) or "")
