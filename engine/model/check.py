@@ -246,7 +246,11 @@ def _sound_tokens(model: PreTrainedModel) -> list[int]:
     sound = torch.isfinite(table).all(dim=-1)
     for config in (model.config, text):
         for name, value in vars(config).items():
-            if name.endswith("token_id") and isinstance(value, int) and 0 <= value < len(sound):
+            if (
+                name.endswith(("token_id", "token_index"))
+                and isinstance(value, int)
+                and 0 <= value < len(sound)
+            ):
                 sound[value] = False
     ids: list[int] = sound.nonzero()[:, 0].tolist()
     if not ids:

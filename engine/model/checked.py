@@ -73,6 +73,8 @@ def _lengths_of(model: PreTrainedModel) -> list[int]:
         for part in parts
         for name, value in part.items()
         if ("window" in name or "chunk" in name or name.startswith("original_max"))
+        and "layers" not in name
+        and "pattern" not in name
         and type(value) is int
         and value > 1
     ]

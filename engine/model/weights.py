@@ -6,10 +6,9 @@ something that the model then does not do. Both are refused by name.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +26,7 @@ _SPARE = re.compile(
     r"|(^|\.)(visual|vision\w*|audio\w*|multi_modal_projector|mm_projector|mtp\w*)\."
 )
 
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _MOST_WORDS = 240  # characters of what a library says that are worth repeating
 
 
@@ -40,8 +40,9 @@ def read_model(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
     Raises:
         ModelNotSupported: there is none, or it cannot be read completely; names what is amiss.
     """
+    report = _Report()
     try:
-        with _quiet():
+        with report:
             model, found = AutoModelForCausalLM.from_pretrained(
                 directory,
                 dtype=dtype,
@@ -54,21 +55,41 @@ def read_model(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
             )
     except Exception as error:  # whatever a library makes of files that others wrote
         logger.debug("%s cannot be loaded", directory, exc_info=True)
-        raise ModelNotSupported(f"{directory} cannot be loaded: {in_a_line(error)}") from error
+        why = in_a_line(error)
+        if broken := report.unconverted():
+            why = f"what belongs into {broken} is incomplete, or does not fit together"
+        raise ModelNotSupported(f"{directory} cannot be loaded: {why}") from error
     _check(directory, found)
     return model
 
 
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Without the tables that transformers prints of what `_check` says in a sentence."""
-    theirs = logging.getLogger("transformers.modeling_utils")
-    level = theirs.level
-    theirs.setLevel(logging.ERROR)
-    try:
-        yield
-    finally:
-        theirs.setLevel(level)
+class _Report(logging.Filter):
+    """Catches the tables that transformers logs of what `_check` says in a sentence."""
+
+    _logger = logging.getLogger("transformers.modeling_utils")
+
+    def __enter__(self) -> _Report:
+        self._said: list[str] = []
+        self._logger.addFilter(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._logger.removeFilter(self)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Keeps the text of warnings to itself."""
+        if record.levelno == logging.WARNING:
+            self._said.append(record.getMessage())
+        return record.levelno != logging.WARNING
+
+    def unconverted(self) -> str | None:
+        """A tensor that could not be put together from those of the checkpoint, if that was it:
+        the exception does not name it."""
+        lines = _COLOURS.sub("", "\n".join(self._said)).splitlines()
+        names = [
+            line.split("|")[0].strip() for line in lines if re.search(r"\|\s*CONVERSION", line)
+        ]
+        return names[0] if names else None
 
 
 def in_a_line(error: BaseException) -> str:

@@ -17,6 +17,7 @@ from transformers import (
     Lfm2Config,
     Llama4TextConfig,
     MiniMaxConfig,
+    MixtralConfig,
     OPTConfig,
     Phi3Config,
     PreTrainedConfig,
@@ -298,3 +299,21 @@ def test_one_token_that_is_no_number_does_not_stop_the_start(tmp_path: Path) -> 
     load(make_model(), tmp_path)
     spoil(tmp_path, lambda tensors: tensors["model.embed_tokens.weight"][7].fill_(torch.nan))
     assert "rows equal" in again(tmp_path).checked
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda tensors, name: tensors.pop(name),
+        lambda tensors, name: tensors.update({name: torch.ones(3, 3)}),
+    ],
+)
+def test_an_expert_that_is_missing_or_misshapen_is_named(
+    change: Callable[[dict[str, torch.Tensor], str], Any], tmp_path: Path
+) -> None:
+    """transformers joins the experts of a layer into one tensor, and names none if that fails."""
+    load(of(MixtralConfig, num_local_experts=2), tmp_path)
+    expert = "model.layers.1.block_sparse_moe.experts.1.w1.weight"
+    spoil(tmp_path, lambda tensors: change(tensors, expert))
+    with pytest.raises(ModelNotSupported, match=r"model\.layers\.1\.mlp\.experts.* is incomplete"):
+        again(tmp_path)
