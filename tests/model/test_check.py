@@ -154,6 +154,14 @@ def test_a_window_that_is_not_kept_is_found(
         load(make_model("qwen2-window"), tmp_path, runner="native")
 
 
+def test_experts_excuse_a_few_rows_and_not_all_of_those_behind_a_border(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "_window", lambda _: 0)
+    with pytest.raises(ModelNotSupported, match=r"MixtralForCausalLM would be served wrong"):
+        load(of(MixtralConfig, num_local_experts=2, sliding_window=220), tmp_path)
+
+
 def test_state_outside_the_cache_is_found_though_every_layer_attends(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
