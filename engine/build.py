@@ -24,8 +24,9 @@ from engine.errors import ConfigurationError
 from engine.idle import IdleTask
 from engine.judge import Judge
 from engine.meter.meter import Meter
+from engine.model.checked import load_checked
 from engine.model.cores import find_cores
-from engine.model.loader import LoadedModel, load_model
+from engine.model.loader import LoadedModel
 from engine.model.memory import available_memory, logits_bytes, plan_pages
 from engine.model.selftest import check_invariance
 from engine.model.threads import ThreadWatch
@@ -63,7 +64,7 @@ def build_engine(
     """
     threads = ThreadWatch(config.threads or find_cores().usable)
     report("Loading weights")
-    loaded = load_model(Path(config.model.path), config.model)
+    loaded = load_checked(Path(config.model.path), config.model)
     draft_models = load_models(config, report)
     built = assemble(config, loaded, draft_models, prepare=True, threads=threads)
     report("Warming up")
@@ -144,6 +145,7 @@ def _describe(
         runner=loaded.runner_name,
         drafters=drafters,
         max_draft=config.speculation.max_draft,
+        checked=loaded.checked,
     )
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import logging
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from engine.control.calibration import Calibration, cache_key
 from engine.model.files import read_sealed, write_sealed
 from engine.model.passes import Runner
 from engine.model.paths import cache_directory
+from engine.model.version import passes_version
 from engine.sweep import calibrate
 
 logger = logging.getLogger(__name__)
@@ -60,15 +60,6 @@ def load_calibration(
         timer.close()
     _write(path, measured)
     return measured
-
-
-def passes_version() -> str:
-    """Changes with the code that computes passes: what was measured of other code says nothing."""
-    digest = hashlib.sha256(torch.__version__.encode())
-    for path in sorted((Path(__file__).parent / "model").rglob("*")):
-        if path.suffix in {".py", ".cpp", ".h"}:
-            digest.update(path.name.encode() + b"\0" + path.read_bytes() + b"\0")
-    return digest.hexdigest()
 
 
 class PassTimer:

@@ -21,7 +21,7 @@ from engine.meter.meter import Meter
 from engine.model.passes import Runner
 from engine.model.threads import ThreadWatch
 from engine.rules import RequestRules
-from engine.types import Request, SamplingParams, SpeculationParams
+from engine.types import Failed, Request, SamplingParams, SpeculationParams
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +121,8 @@ def warm_up(engine: Engine, rules: RequestRules) -> None:
         ask, now = SpeculationParams(drafter=drafter), time.monotonic()
         trial.add(Request(f"{_WARM_UP}{i}", prompt, sampling, ask, cache_salt=PRIVATE, arrival=now))
     while trial.has_work:
-        if any(type(event).__name__ == "Failed" for event in trial.step().events):
-            raise ConfigurationError("the model failed in the warm-up; the log says how.")
+        failed = [event for event in trial.step().events if isinstance(event, Failed)]
+        if failed:
+            raise ConfigurationError(f"the model fails in the warm-up: {failed[0].error}")
     engine.parts.pool.drop_cache()
     engine.check()

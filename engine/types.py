@@ -301,3 +301,4 @@ class EngineInfo:
     max_draft: int
     row_invariant: bool | None = None  # what the numerics self-test found; None = not run
     numerics: str = "not tested"  # the same in words
+    checked: str = "not tested"  # what comparing the model with transformers' own has found

@@ -5,20 +5,26 @@ from __future__ import annotations
 import os
 import resource
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from engine import calibrate
 from engine.batch import Batch
+from engine.build import assemble
 from engine.cache.pages import PagePool
-from engine.calibrate import PassTimer, load_calibration, passes_version
+from engine.calibrate import PassTimer, load_calibration
 from engine.config import EngineConfig, ModelConfig, SpeculationConfig
 from engine.control.calibration import Calibration
 from engine.draft.entry import PagedModel
+from engine.errors import ConfigurationError
 from engine.load import Load
+from engine.model import version
 from engine.model.passes import Pass
+from engine.model.version import passes_version
 from engine.prepare import measure, warm_up
 from engine.status import adaptive
 from tests.drafters import ScriptedDrafter
@@ -145,7 +151,7 @@ def test_the_version_covers_kernels_and_runners(
 ) -> None:
     versions = {passes_version(), passes_version()}
     assert len(versions) == 1
-    monkeypatch.setattr(calibrate, "__file__", str(tmp_path / "calibrate.py"))
+    monkeypatch.setattr(version, "__file__", str(tmp_path / "model" / "version.py"))
     for name in ("runner.py", "kernels/attention.h", "kernels/kernels.cpp"):
         path = tmp_path / "model" / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -187,6 +193,27 @@ def test_the_warm_up_is_no_experience() -> None:
     assert meter.seconds == 0.0
     assert planner.acceptance.num_sequences == 0
     assert not built.engine.has_work
+
+
+@pytest.mark.parametrize(
+    ("outcome", "said"),
+    [
+        (RuntimeError("no kernel"), "The step that served this request failed: RuntimeError"),
+        (torch.nan, "logits at position .* are not finite numbers"),
+    ],
+)
+def test_a_warm_up_that_fails_says_what_failed(outcome: Any, said: str) -> None:
+    class Failing(FakeRunner):
+        def forward(self, batch: Batch, features: tuple[int, ...] = ()) -> Any:
+            if isinstance(outcome, Exception):
+                raise outcome
+            out = super().forward(batch, features)
+            out.logits.fill_(outcome)
+            return out
+
+    built = assemble(EngineConfig(ModelConfig("fake")), replace(load_fake(), make_runner=Failing))
+    with pytest.raises(ConfigurationError, match=f"the model fails in the warm-up: .*{said}"):
+        warm_up(built.engine, built.rules)
 
 
 def test_the_warm_up_tries_every_drafter() -> None:

@@ -39,9 +39,9 @@ def _check_pair(target: Path, draft: Path) -> None:
 
 
 def _load_model(config: ModelConfig) -> LoadedModel:
-    from engine.model.loader import load_model
+    from engine.model.checked import load_checked
 
-    return load_model(Path(config.path), config)
+    return load_checked(Path(config.path), config)
 
 
 _LOOKUP = DrafterEntry(

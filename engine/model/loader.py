@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 
 from engine.cache.store import CacheShape
 from engine.config import ModelConfig
@@ -24,17 +23,15 @@ from engine.model.native import NativeUnavailable
 from engine.model.native_decoder import NativeDecoder, why_not_native
 from engine.model.native_runner import NativeRunner
 from engine.model.passes import Runner
-from engine.model.runner import ATTENTION, ModelRunner, cache_shape
+from engine.model.probe import LayerNeeds, cache_shape, longest_sequence, probe
+from engine.model.runner import ATTENTION, ModelRunner
+from engine.model.weights import read_model
 
 logger = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 RUNNERS = ("auto", "native", "torch", "reference")
-
-#: Settings of a model's configuration that change its attention in ways paged attention does
-#: not implement.
-_UNSUPPORTED = ("attn_logit_softcapping", "attention_chunk_size", "attention_sink")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +46,7 @@ class LoadedModel:
         vocab_size: token ids in use; the output layer may be padded beyond.
         max_model_len: most tokens it was made for, or configured to.
         eos_token_ids: tokens that end a text.
+        checked: what comparing it with transformers' own forward has found, in words.
     """
 
     make_runner: Callable[[int, int], Runner]
@@ -58,6 +56,7 @@ class LoadedModel:
     vocab_size: int
     max_model_len: int
     eos_token_ids: frozenset[int]
+    checked: str = "not compared with transformers"
 
 
 def load_model(directory: Path, config: ModelConfig) -> LoadedModel:
@@ -67,56 +66,50 @@ def load_model(directory: Path, config: ModelConfig) -> LoadedModel:
         ModelNotSupported: the model cannot be run here, and why.
         ConfigurationError: dtype, device or attention cannot be had.
     """
+    return adopt_model(open_model(directory, config), config)
+
+
+def open_model(directory: Path, config: ModelConfig) -> PreTrainedModel:
+    """transformers' own model of a directory, on its device and ready for `adopt_model`.
+
+    Raises:
+        ModelNotSupported: there is none that could be run here.
+        ConfigurationError: dtype, device or attention cannot be had.
+    """
     device = choose_device(config.device)
     dtype = choose_dtype(config.dtype, device)
-    try:
-        model = AutoModelForCausalLM.from_pretrained(
-            directory,
-            dtype=dtype,
-            attn_implementation=ATTENTION,
-            use_safetensors=True,
-            local_files_only=True,
-            trust_remote_code=False,
-        )
-    except (OSError, ValueError, SafetensorError) as error:
-        raise ModelNotSupported(f"{directory} cannot be loaded: {error}") from error
-    return adopt_model(model.to(device), config)
-
-
-def adopt_model(model: PreTrainedModel, config: ModelConfig) -> LoadedModel:
-    """Checks and prepares a model that is already in memory, with `ATTENTION` chosen."""
-    text = model.config.get_text_config()
+    model = read_model(directory, dtype).to(device)
+    model.eval().requires_grad_(False)
     if not getattr(model, "_supports_attention_backend", False):
         raise ModelNotSupported(
             f"{type(model).__name__} does not route its attention through transformers' "
             "attention interface, so it cannot use a paged KV cache."
         )
-    for name in _UNSUPPORTED:
-        if getattr(text, name, None):
-            raise ModelNotSupported(
-                f"{type(model).__name__} sets {name}, which paged attention does not implement."
-            )
-    own_limit = getattr(text, "max_position_embeddings", None) or 2**31
-    limit = config.max_model_len or own_limit
-    if limit > own_limit:
-        raise ConfigurationError(
-            f"max_model_len is {limit}, but the model was made for {own_limit} tokens; lower it."
-        )
-    model.eval().requires_grad_(False)
-    facts = (model.device, text.vocab_size, limit, _eos_token_ids(model))
+    model.set_attn_implementation(ATTENTION)
+    return model
+
+
+def adopt_model(model: PreTrainedModel, config: ModelConfig) -> LoadedModel:
+    """Prepares a model that is already in memory, with `ATTENTION` chosen."""
     if config.runner not in RUNNERS:
         raise ConfigurationError(
             f"runner is {config.runner!r}; choose one of {', '.join(RUNNERS)}."
         )
+    model.eval().requires_grad_(False)
+    needs = probe(model)
+    limit = longest_sequence(model, config.max_model_len)
+    text = model.config.get_text_config()
+    facts = (model.device, text.vocab_size, limit, _eos_token_ids(model))
     if config.runner in ("auto", "native"):
-        decoder = _native_decoder(model, limit, required=config.runner == "native")
+        decoder = _native_decoder(model, limit, needs, required=config.runner == "native")
         if decoder is not None:
             return LoadedModel(partial(NativeRunner, decoder), "native", decoder.shape, *facts)
-    backend = _choose_attention(config.runner, model)
+    backend = _choose_attention(config.runner, model, needs[0])
     if can_pack(model.dtype, model.device):
         pack_linears(model)
     name = "torch" if isinstance(backend, CpuAttention) else "reference"
-    return LoadedModel(partial(ModelRunner, model, backend), name, cache_shape(model), *facts)
+    shape = cache_shape(model, needs)
+    return LoadedModel(partial(ModelRunner, model, backend, shape), name, shape, *facts)
 
 
 def choose_device(name: str) -> torch.device:
@@ -140,13 +133,13 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def _native_decoder(
-    model: PreTrainedModel, max_model_len: int, *, required: bool
+    model: PreTrainedModel, max_model_len: int, needs: Sequence[LayerNeeds], *, required: bool
 ) -> NativeDecoder | None:
     """The model's weights repacked for the native decoder, or None if it cannot run there."""
     reason = why_not_native(model)
     if reason is None:
         try:
-            return NativeDecoder(model, max_model_len)
+            return NativeDecoder(model, max_model_len, [layer.window for layer in needs])
         except NativeUnavailable as error:
             reason = str(error)
     if required:
@@ -155,11 +148,11 @@ def _native_decoder(
     return None
 
 
-def _choose_attention(runner: str, model: PreTrainedModel) -> AttentionBackend:
+def _choose_attention(runner: str, model: PreTrainedModel, needs: LayerNeeds) -> AttentionBackend:
     """The native attention kernel where it applies; the reference where it does not."""
     if runner == "reference":
         return ReferenceAttention()
-    reason = _why_not_cpu(model)
+    reason = _why_not_cpu(model, needs)
     if reason is None:
         try:
             return CpuAttention()
@@ -171,18 +164,15 @@ def _choose_attention(runner: str, model: PreTrainedModel) -> AttentionBackend:
     return ReferenceAttention()
 
 
-def _why_not_cpu(model: PreTrainedModel) -> str | None:
-    text = model.config.get_text_config()
-    groups = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+def _why_not_cpu(model: PreTrainedModel, needs: LayerNeeds) -> str | None:
     if model.device.type != "cpu":
         return f"the model is on {model.device}"
     if model.dtype not in CPU_DTYPES:
         return f"the kernel has no {model.dtype}"
-    size = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    if size % 2:
-        return f"the size of a head, {size}, is odd"
-    if text.num_attention_heads // groups > MAX_GROUP:
-        return f"{text.num_attention_heads} heads in {groups} groups exceed its {MAX_GROUP} a group"
+    if needs.head_size % 2:
+        return f"the size of a head, {needs.head_size}, is odd"
+    if needs.heads // needs.groups > MAX_GROUP:
+        return f"{needs.heads} heads in {needs.groups} groups exceed its {MAX_GROUP} a group"
     return None
 
 

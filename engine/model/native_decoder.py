@@ -12,7 +12,7 @@ how many rows share a pass. transformers' own forward is the reference in the te
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -90,6 +90,9 @@ def why_not_native(model: PreTrainedModel) -> str | None:
         return f"its activation is {config.hidden_act}"
     if rope not in _STATIC_ROPE:
         return f"its rotary embedding is {rope}"
+    matrices = {type(m).__name__ for m in model.modules() if hasattr(m, "in_features")}
+    if matrices != {"Linear"}:  # such as quantised ones
+        return f"its matrices are {', '.join(sorted(matrices))}"
     head_size = model.model.layers[0].self_attn.head_dim
     if any(width % 2 for width in (config.hidden_size, config.intermediate_size, head_size)):
         return "a layer's width is odd"
@@ -104,12 +107,13 @@ class NativeDecoder:
     Args:
         model: one that `why_not_native` accepts; it may be freed afterwards.
         max_model_len: positions to prepare rotary tables for.
+        windows: of each layer, how many positions a row sees at most; 0 = all.
 
     Raises:
         NativeUnavailable: the kernels cannot be compiled here.
     """
 
-    def __init__(self, model: PreTrainedModel, max_model_len: int) -> None:
+    def __init__(self, model: PreTrainedModel, max_model_len: int, windows: Sequence[int]) -> None:
         self._kernel = load_kernels().specserve_decode
         self._kernel.argtypes = [ctypes.POINTER(_Decoder), ctypes.POINTER(Step)]
         self._kernel.restype = None
@@ -125,7 +129,7 @@ class NativeDecoder:
         self.vocab = model.lm_head.out_features
         # Norms of single heads come before rotation, and need all of a head.
         self._paired = self.head_size % BLOCK == 0 and not hasattr(attention, "q_norm")
-        self._layers = (_Layer * len(body.layers))(*map(self._layer, body.layers))
+        self._layers = (_Layer * len(body.layers))(*map(self._layer, body.layers, windows))
         positions = torch.arange(max_model_len).unsqueeze(0)
         cosines, sines = body.rotary_emb(torch.zeros(1, dtype=torch.float32), positions)
         self._decoder = _Decoder(
@@ -171,13 +175,10 @@ class NativeDecoder:
 
         return run
 
-    def _layer(self, layer: Any) -> _Layer:
+    def _layer(self, layer: Any, window: int) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
         qkv = (attention.q_proj, attention.k_proj, attention.v_proj)
         gate, up = mlp.gate_proj, mlp.up_proj
-        window = getattr(attention, "sliding_window", None)
-        if not hasattr(attention, "sliding_window"):
-            window = getattr(attention.config, "sliding_window", None)
         return _Layer(
             input_norm=self._keep(layer.input_layernorm.weight.detach().float()),
             post_norm=self._keep(layer.post_attention_layernorm.weight.detach().float()),
@@ -191,7 +192,7 @@ class NativeDecoder:
             down_bias=self._bias(mlp.down_proj),
             query_norm=self._head_norm(attention, "q_norm"),
             key_norm=self._head_norm(attention, "k_norm"),
-            window=window or 0,
+            window=window,
         )
 
     def _join(self, parts: list[torch.Tensor]) -> torch.Tensor:

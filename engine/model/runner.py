@@ -25,7 +25,7 @@ from engine.model.passes import Pass, check_layers, start_timer
 ATTENTION = "specserve_paged"
 
 #: Arguments of the attention interface that change the result and are not implemented.
-_REFUSED = ("softcap", "s_aux", "position_bias")
+_REFUSED = ("softcap", "s_aux", "position_bias", "head_mask")
 
 
 def _paged_attention(
@@ -33,7 +33,7 @@ def _paged_attention(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
-    _mask: torch.Tensor | None,
+    *_mask: torch.Tensor | None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention interface: query [1, H, T, D], key and value [1, G, T, D]."""
@@ -42,16 +42,34 @@ def _paged_attention(
             raise ModelNotSupported(
                 f"{type(module).__name__} uses {name}, which paged attention does not implement."
             )
+    heads = query.shape[1], key.shape[1], value.shape[1]
+    sizes = {query.shape[3], key.shape[3], value.shape[3]}
+    if len(sizes) > 1 or heads[1] != heads[2] or heads[0] % heads[1]:
+        shapes = ", ".join(f"{t.shape[1]} of {t.shape[3]}" for t in (query, key, value))
+        raise ModelNotSupported(
+            f"{type(module).__name__} attends with query, key and value heads of {shapes} "
+            "elements; the paged cache holds keys and values of one shape."
+        )
+    if "paged_attend" not in kwargs:
+        raise ModelNotSupported(
+            f"{type(module).__name__} keeps the arguments of its attention to itself, so it "
+            "cannot be told where the paged cache is."
+        )
     attend: Attend = kwargs["paged_attend"]
     call = AttentionCall(
-        layer=module.layer_idx,  # type: ignore[arg-type]
+        layer=getattr(module, "layer_idx", None),  # type: ignore[arg-type]
         queries=query[0].transpose(0, 1),
         keys=key[0].transpose(0, 1),
         values=value[0].transpose(0, 1),
         scale=kwargs["scaling"],
-        window=kwargs.get("sliding_window") or 0,
+        window=_window(kwargs),
     )
     return attend(call).unsqueeze(0), None
+
+
+def _window(kwargs: dict[str, Any]) -> int:
+    """What a module says it sees, and not what its configuration may say."""
+    return kwargs.get("sliding_window") or 0
 
 
 AttentionInterface.register(ATTENTION, _paged_attention)
@@ -64,6 +82,7 @@ class ModelRunner:
     Args:
         model: loaded with `attn_implementation=ATTENTION`.
         backend: how to attend.
+        shape: what a token stores.
         num_pages: pages of the pool; the store is allocated here.
         page_size: tokens per page.
     """
@@ -72,12 +91,17 @@ class ModelRunner:
     min_rows = 2
 
     def __init__(
-        self, model: PreTrainedModel, backend: AttentionBackend, num_pages: int, page_size: int
+        self,
+        model: PreTrainedModel,
+        backend: AttentionBackend,
+        shape: CacheShape,
+        num_pages: int,
+        page_size: int,
     ) -> None:
         self.model = model
         self.backend = backend
         self.device: torch.device = model.device
-        self.store = KVStore(cache_shape(model), num_pages, page_size, self.device)
+        self.store = KVStore(shape, num_pages, page_size, self.device)
 
     @functools.cached_property
     def _layers(self) -> torch.nn.ModuleList:
@@ -136,16 +160,4 @@ def decoder_layers(model: PreTrainedModel) -> torch.nn.ModuleList:
     raise ModelNotSupported(
         f"{type(model).__name__} has no list of its {count} decoder layers, so its hidden states "
         "cannot be read; use a drafter that needs none."
-    )
-
-
-def cache_shape(model: PreTrainedModel) -> CacheShape:
-    """What `model` stores per token in a K/V cache."""
-    config = model.config.get_text_config()
-    heads = config.num_attention_heads
-    return CacheShape(
-        num_layers=config.num_hidden_layers,
-        num_heads=getattr(config, "num_key_value_heads", None) or heads,
-        head_size=getattr(config, "head_dim", None) or config.hidden_size // heads,
-        dtype=model.dtype,
     )

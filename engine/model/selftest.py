@@ -20,7 +20,7 @@ import torch
 from engine.batch import Span, build_batch
 from engine.cache.pages import PRIVATE, PagePool, PageTable
 from engine.config import ModelConfig
-from engine.model.loader import load_model
+from engine.model.checked import load_checked
 from engine.model.passes import Runner
 
 #: Rows that share a pass: one, a few (kernels change between them), a verify pass, a chunk.
@@ -198,13 +198,17 @@ def _pages(pool: PagePool, length: int) -> Iterator[PageTable]:
         pool.free(table)
 
 
-def check_model(directory: Path, config: ModelConfig) -> InvarianceReport:
+def check_model(directory: Path, config: ModelConfig) -> tuple[str, InvarianceReport]:
     """Loads a model just for the self-test.
+
+    Returns:
+        What comparing it with transformers' own forward has found, and the self-test.
 
     Raises:
         ConfigurationError: it cannot be loaded like this.
     """
-    loaded = load_model(directory, config)
+    loaded = load_checked(directory, config)
     pool = PagePool(2 * max(SHAPES), _PAGE_SIZE)
     runner = loaded.make_runner(pool.num_pages, pool.page_size)
-    return check_invariance(runner, pool, loaded.vocab_size, loaded.max_model_len)
+    found = check_invariance(runner, pool, loaded.vocab_size, loaded.max_model_len)
+    return loaded.checked, found

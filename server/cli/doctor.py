@@ -116,7 +116,9 @@ def _numerics(settings: Settings) -> Iterator[Finding]:
         return
     try:
         config = settings.engine_config(str(directory)).model
-        yield "numerics", str(_engine("selftest").check_model(directory, config)), False
+        checked, invariance = _engine("selftest").check_model(directory, config)
+        yield "model check", checked, False
+        yield "numerics", str(invariance), False
     except EngineError as error:
         yield "numerics", str(error), True
 

@@ -248,6 +248,7 @@ def banner(context: ServerContext, url: str, settings: Settings) -> str:
         "drafter": f"{', '.join(info.drafters)}, up to {info.max_draft} tokens a step"
         if info.drafters and info.max_draft
         else "none",
+        "checked": info.checked,
         "numerics": info.numerics,
         "access": _who_may_call(settings.host, len(context.options.keys)),
         "URL": f"{url}/v1",

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
 
+from engine.errors import ModelNotSupported
+
 
 @runtime_checkable
 class Tokenizer(Protocol):
@@ -32,6 +34,9 @@ def load_tokenizer(model_path: str) -> Tokenizer:
 
     Args:
         model_path: a local directory, or a ``.gguf`` file.
+
+    Raises:
+        ModelNotSupported: there is none that can be read.
     """
     from transformers import AutoTokenizer
 
@@ -39,9 +44,15 @@ def load_tokenizer(model_path: str) -> Tokenizer:
     source: dict[str, Any] = {"pretrained_model_name_or_path": str(path)}
     if path.suffix == ".gguf":
         source = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
-    tokenizer = AutoTokenizer.from_pretrained(
-        **source, trust_remote_code=False, local_files_only=True
-    )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            **source, trust_remote_code=False, local_files_only=True
+        )
+    except Exception as error:  # whatever libraries make of a damaged file
+        words = " ".join(str(error).split())[:300]
+        raise ModelNotSupported(
+            f"the tokenizer of {path} cannot be read: {type(error).__name__}: {words}"
+        ) from error
     return cast(Tokenizer, tokenizer)
 
 

@@ -13,6 +13,7 @@ from transformers import (
     BloomConfig,
     Gemma2Config,
     GptOssConfig,
+    PhiConfig,
     PreTrainedConfig,
 )
 
@@ -20,7 +21,6 @@ from engine.config import ModelConfig
 from engine.errors import ConfigurationError, ModelNotSupported
 from engine.model.loader import adopt_model, choose_device, choose_dtype, load_model
 from engine.model.runner import ATTENTION
-from tests.model.paging import Pages
 from tests.tiny_models import CONTEXT, EOS, VOCAB, make_model
 
 SMALL: dict[str, Any] = {
@@ -78,25 +78,22 @@ def test_a_saved_model_is_the_model(runner: str, tmp_path: Path) -> None:
 
 def test_softcapped_attention_is_refused() -> None:
     gemma = of(Gemma2Config(**SMALL, attn_logit_softcapping=50.0))
-    with pytest.raises(ModelNotSupported, match=r"Gemma2ForCausalLM sets attn_logit_softcapping"):
+    with pytest.raises(ModelNotSupported, match="Gemma2Attention uses softcap"):
         adopt_model(gemma, config())
 
 
-def test_attention_outside_transformers_interface_is_refused() -> None:
-    bloom = of(BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=1, n_head=4), "eager")
+def test_attention_outside_transformers_interface_is_refused(tmp_path: Path) -> None:
+    settings = BloomConfig(vocab_size=VOCAB, hidden_size=32, n_layer=1, n_head=4)
+    of(settings, "eager").save_pretrained(tmp_path)
     with pytest.raises(ModelNotSupported, match="BloomForCausalLM does not route its attention"):
-        adopt_model(bloom, config())
+        load_model(tmp_path, config(dtype="float32"))
 
 
-def test_attention_sinks_are_refused_at_the_latest_when_they_are_used() -> None:
-    """Their weights are no setting; the attention call itself notices them, and it is called
-    before the server takes requests."""
+def test_attention_sinks_are_refused() -> None:
+    """Their weights are no setting; the attention call itself notices them."""
     oss = of(GptOssConfig(**SMALL, num_local_experts=2, num_experts_per_tok=1))
-    runner = adopt_model(oss, config(runner="reference")).make_runner(4, 16)
-    pages = Pages(4, 16)
-    batch = pages.batch([(pages.table(3), 0, [1, 2, 3])], runner.min_rows)
-    with pytest.raises(ModelNotSupported, match="s_aux"):
-        runner.forward(batch)
+    with pytest.raises(ModelNotSupported, match="GptOssAttention uses s_aux"):
+        adopt_model(oss, config())
 
 
 def test_a_context_longer_than_the_models_is_refused() -> None:
@@ -176,8 +173,9 @@ def test_more_heads_to_a_group_than_the_kernel_holds(caplog: pytest.LogCaptureFi
 
 def test_an_odd_size_of_a_head_runs_on_the_reference(caplog: pytest.LogCaptureFixture) -> None:
     """Where only a part of it is rotated; the kernel multiplies bfloat16 elements in pairs."""
-    model = make_model(hidden_act="gelu")
-    model.config.head_dim = 5
+    rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.8}
+    sizes = {"hidden_size": 20, "intermediate_size": 32, "num_hidden_layers": 1}
+    model = of(PhiConfig(vocab_size=VOCAB, num_attention_heads=4, rope_parameters=rope, **sizes))
     assert adopt_model(model, config()).runner_name == "reference"
     assert "the size of a head, 5, is odd" in caplog.text
 

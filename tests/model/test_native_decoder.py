@@ -7,23 +7,29 @@ import random
 
 import pytest
 import torch
+from transformers import PreTrainedModel
 
 from engine.batch import Span, build_batch
 from engine.cache.pages import PagePool
 from engine.model.native_decoder import NativeDecoder, why_not_native
 from engine.model.native_runner import NativeRunner
 from engine.model.packing import alternate, alternate_halves, pack
+from engine.model.probe import probe
 from tests.tiny_models import CONTEXT, FAMILIES, VOCAB, eager, make_model
 
 TOKENS = [random.Random(3).randrange(VOCAB) for _ in range(120)]
 DTYPES = [torch.float32, torch.bfloat16]
 
 
+def decoder_of(model: PreTrainedModel) -> NativeDecoder:
+    return NativeDecoder(model, CONTEXT, [layer.window for layer in probe(model)])
+
+
 def new_runner(
     family: str, dtype: torch.dtype, page_size: int = 16
 ) -> tuple[NativeRunner, PagePool]:
     pages = 400 // page_size
-    decoder = NativeDecoder(make_model(family, dtype), CONTEXT)
+    decoder = decoder_of(make_model(family, dtype))
     return NativeRunner(decoder, pages, page_size), PagePool(pages, page_size)
 
 
@@ -99,7 +105,7 @@ def test_rows_do_not_depend_on_threads():
 
 
 def test_two_runners_of_one_decoder_keep_apart():
-    decoder = NativeDecoder(make_model("llama"), CONTEXT)
+    decoder = decoder_of(make_model("llama"))
     pool = PagePool(25, 16)
     first, second = NativeRunner(decoder, 25, 16), NativeRunner(decoder, 25, 16)
     table = pool.new_table("")
@@ -144,3 +150,14 @@ def test_what_cannot_run_natively_says_why():
     assert "float16" in (why_not_native(make_model("llama", torch.float16)) or "")
     gelu = make_model("llama", hidden_act="gelu")
     assert "gelu" in (why_not_native(gelu) or "")
+
+
+def test_matrices_that_are_not_plain_are_left_to_transformers():
+    """Quantised layers keep what `weight` alone does not tell."""
+
+    class ScaledLinear(torch.nn.Linear):
+        pass
+
+    model = make_model("llama")
+    model.model.layers[1].mlp.up_proj.__class__ = ScaledLinear
+    assert "ScaledLinear" in (why_not_native(model) or "")

@@ -1,0 +1,136 @@
+"""Reads a model's weights from a directory of safetensors: all of them, and no others.
+
+A tensor that is missing would be made up at random, and one that nobody wants was trained to do
+something that the model then does not do. Both are refused by name.
+"""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from engine.errors import ModelNotSupported
+
+logger = logging.getLogger(__name__)
+
+#: Tensors of a checkpoint that a text model may leave out: tables that are computed anew, and
+#: parts that read pictures or sounds, or guess several tokens ahead.
+_SPARE = re.compile(
+    r"rotary_emb|inv_freq|masked_bias|attn(ention)?\.bias$|position_ids$"
+    r"|(^|\.)(visual|vision\w*|audio\w*|multi_modal_projector|mm_projector|mtp\w*)\."
+)
+
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_MOST_WORDS = 240  # characters of what a library says that are worth repeating
+
+
+def read_model(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """The causal language model of a directory, on the CPU; no remote code.
+
+    Args:
+        directory: holds config.json and safetensors.
+        dtype: what the weights become.
+
+    Raises:
+        ModelNotSupported: there is none, or it cannot be read completely; names what is amiss.
+    """
+    report = _Report()
+    try:
+        with report:
+            model, found = AutoModelForCausalLM.from_pretrained(
+                directory,
+                dtype=dtype,
+                attn_implementation="eager",
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+                ignore_mismatched_sizes=True,  # it would not say which; `_check` does
+            )
+    except Exception as error:  # whatever a library makes of files that others wrote
+        logger.debug("%s cannot be loaded", directory, exc_info=True)
+        why = in_a_line(error)
+        if broken := report.unconverted():
+            why = f"what belongs into {broken} is incomplete, or does not fit together"
+        raise ModelNotSupported(f"{directory} cannot be loaded: {why}") from error
+    _check(directory, found)
+    return model
+
+
+class _Report(logging.Filter):
+    """Catches the tables that transformers logs of what `_check` says in a sentence."""
+
+    _logger = logging.getLogger("transformers.modeling_utils")
+
+    def __enter__(self) -> _Report:
+        self._said: list[str] = []
+        self._logger.addFilter(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._logger.removeFilter(self)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Keeps the text of warnings to itself."""
+        if record.levelno == logging.WARNING:
+            self._said.append(record.getMessage())
+        return record.levelno != logging.WARNING
+
+    def unconverted(self) -> str | None:
+        """A tensor that could not be put together from those of the checkpoint, if that was it:
+        the exception does not name it."""
+        lines = _COLOURS.sub("", "\n".join(self._said)).splitlines()
+        names = [
+            line.split("|")[0].strip() for line in lines if re.search(r"\|\s*CONVERSION", line)
+        ]
+        return names[0] if names else None
+
+
+def in_a_line(error: BaseException) -> str:
+    """What an exception says, without line breaks and endless lists; its type, if that says more
+    than its words do."""
+    words = " ".join(str(error).split())
+    if len(words) > _MOST_WORDS:
+        whole, dot, _ = words[:_MOST_WORDS].rpartition(". ")
+        words = whole + dot.strip() if dot else words[:_MOST_WORDS] + " ..."
+    plain = isinstance(error, (OSError, ValueError, ImportError)) and words
+    return words if plain else f"{type(error).__name__}: {words}".rstrip(": ")
+
+
+def name_bad_tensor(model: PreTrainedModel) -> str | None:
+    """The first of a model's weights that holds values that are not finite numbers, or None."""
+    tensors: dict[str, torch.Tensor] = model.state_dict()
+    for name, tensor in tensors.items():
+        if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
+            return name
+    return None
+
+
+def _check(directory: Path, found: dict[str, Any]) -> None:
+    """Refuses what transformers would only have warned of."""
+    for name, stored, wanted in sorted(found["mismatched_keys"]):
+        raise ModelNotSupported(
+            f"{directory} holds {name} with shape {tuple(stored)}, but its configuration asks for "
+            f"{tuple(wanted)}; the two do not belong together."
+        )
+    if missing := found["missing_keys"]:
+        raise ModelNotSupported(
+            f"{directory} lacks {_name(missing)}, which would be random numbers; fetch or convert "
+            "the model again."
+        )
+    if spare := {name for name in found["unexpected_keys"] if not _SPARE.search(name)}:
+        raise ModelNotSupported(
+            f"{directory} holds {_name(spare)}, which the model of its configuration does not "
+            "use, so it would not be the model that was trained."
+        )
+
+
+def _name(names: Collection[str]) -> str:
+    first = min(names)
+    return first if len(names) == 1 else f"{len(names)} tensors, first {first}"
