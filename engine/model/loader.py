@@ -21,7 +21,8 @@ from engine.model.attention.base import AttentionBackend
 from engine.model.attention.cpu import DTYPES as CPU_DTYPES
 from engine.model.attention.cpu import MAX_GROUP, CpuAttention
 from engine.model.attention.reference import ReferenceAttention
-from engine.model.linear import can_pack, has_native_bfloat16, pack_linears
+from engine.model.invariant import make_invariant
+from engine.model.linear import can_pack, has_native_bfloat16
 from engine.model.native import NativeUnavailable
 from engine.model.native_decoder import NativeDecoder, NativeRunner, why_not_native
 from engine.model.runner import ATTENTION, ModelRunner, cache_shape
@@ -127,8 +128,7 @@ def adopt_model(model: PreTrainedModel, config: ModelConfig) -> LoadedModel:
         if decoder is not None:
             return LoadedModel(partial(NativeRunner, decoder), "native", decoder.shape, *facts)
     backend = _choose_attention(config.runner, model)
-    if can_pack(model.dtype, model.device):
-        pack_linears(model)
+    _make_invariant(model)
     name = "torch" if isinstance(backend, CpuAttention) else "reference"
     return LoadedModel(partial(ModelRunner, model, backend), name, cache_shape(model), *facts)
 
@@ -183,6 +183,16 @@ def _choose_attention(runner: str, model: PreTrainedModel) -> AttentionBackend:
         raise ConfigurationError(f"runner is torch, but {reason}; use reference.")
     logger.warning("attention falls back to slow torch code: %s", reason)
     return ReferenceAttention()
+
+
+def _make_invariant(model: PreTrainedModel) -> None:
+    """Our own matrix kernel for all layers, where there is one; elsewhere torch's products stay,
+    and the self-test at start tells how far their rows depend on each other."""
+    if can_pack(model.dtype, model.device):
+        try:
+            make_invariant(model)
+        except NativeUnavailable as error:
+            logger.warning("linear layers stay torch's, rows may depend on the batch: %s", error)
 
 
 def _why_not_cpu(model: PreTrainedModel) -> str | None:

@@ -17,7 +17,8 @@ from engine.model.paths import cache_directory
 
 logger = logging.getLogger(__name__)
 
-_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp", "-ffp-contract=fast", "-w")
+_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-ffp-contract=fast", "-w")
+_KERNELS = Path(__file__).parent / "kernels" / "kernels.cpp"
 
 
 class NativeUnavailable(RuntimeError):
@@ -37,48 +38,68 @@ def fields(kind: type, names: str) -> list[tuple[str, type]]:
     return [(name, kind) for name in names.split()]
 
 
-def load_kernels() -> ctypes.CDLL:
-    """The kernels of `engine.model.kernels`, compiled for this machine.
+def load_kernels(instructions: str = "native") -> ctypes.CDLL:
+    """The kernels of `engine.model.kernels`.
+
+    Args:
+        instructions: what to compile for, as in the compiler's `-march`; the CPU must have it.
 
     Raises:
         NativeUnavailable: they cannot be compiled or loaded.
     """
-    return compile_library(Path(__file__).parent / "kernels" / "kernels.cpp")
+    return compile_library(_KERNELS, instructions)
 
 
-def compile_library(source: Path) -> ctypes.CDLL:
+def build_kernels(instructions: str) -> Path:
+    """The file of the kernels, compiled for any instruction set; it need not run here.
+
+    Raises:
+        NativeUnavailable: they cannot be compiled.
+    """
+    return _compiled(_KERNELS, instructions)
+
+
+def compile_library(source: Path, instructions: str = "native") -> ctypes.CDLL:
     """Compiles one C++ file into a shared library, unless that was done before, and loads it.
-
-    The cache key covers source, headers beside it, flags, compiler, torch and this machine's
-    CPU flags, since `-march=native` code may not run elsewhere.
 
     Raises:
         NativeUnavailable: it cannot be compiled or loaded.
     """
-    compiler = find_compiler()
-    if compiler is None:
-        raise NativeUnavailable("no C++ compiler found (set CXX, or install g++)")
-    version = _run([compiler, "--version"])
-    texts = [path.read_text() for path in (source, *sorted(source.parent.glob("*.h")))]
-    parts = (*texts, " ".join(_FLAGS), version, torch.__version__, _cpu_flags())
-    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
-    target = cache_directory() / "native" / f"{source.stem}-{key}.so"
-    if not target.exists():
-        logger.info("compiling %s with %s", source.name, compiler)
-        _build(compiler, source, target)
+    target = _compiled(source, instructions)
     try:
         return ctypes.CDLL(str(target))
     except OSError as error:
         raise NativeUnavailable(f"{target} cannot be loaded: {error}") from error
 
 
-def _build(compiler: str, source: Path, target: Path) -> None:
+def _compiled(source: Path, instructions: str) -> Path:
+    """The library in the cache, made if it is not there.
+
+    The cache key covers source, headers beside it, flags, compiler, torch and this machine's
+    CPU flags, since `-march=native` code may not run elsewhere.
+    """
+    flags = (*_FLAGS, f"-march={instructions}")
+    compiler = find_compiler()
+    if compiler is None:
+        raise NativeUnavailable("no C++ compiler found (set CXX, or install g++)")
+    version = _run([compiler, "--version"])
+    texts = [path.read_text() for path in (source, *sorted(source.parent.glob("*.h")))]
+    parts = (*texts, " ".join(flags), version, torch.__version__, _cpu_flags())
+    key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]
+    target = cache_directory() / "native" / f"{source.stem}-{key}.so"
+    if not target.exists():
+        logger.info("compiling %s with %s", source.name, compiler)
+        _build([compiler, *flags], source, target)
+    return target
+
+
+def _build(command: list[str], source: Path, target: Path) -> None:
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=target.parent) as directory:
             objects, library = Path(directory, "kernel.o"), Path(directory, "kernel.so")
-            _run([compiler, *_FLAGS, "-c", str(source), "-o", str(objects)])
-            _run([compiler, "-shared", str(objects), *_openmp(), "-o", str(library)])
+            _run([*command, "-c", str(source), "-o", str(objects)])
+            _run([command[0], "-shared", str(objects), *_openmp(), "-o", str(library)])
             library.replace(target)  # atomic: a second process sees all of it or nothing
     except OSError as error:
         raise NativeUnavailable(f"{target.parent} cannot be written: {error}") from error

@@ -22,7 +22,6 @@ from transformers import PreTrainedModel
 from engine.batch import Batch
 from engine.cache.huge_pages import Arena
 from engine.cache.store import CacheShape, KVStore
-from engine.model.linear import has_native_bfloat16
 from engine.model.native import fields, load_kernels
 from engine.model.packing import BLOCK, alternate, alternate_halves, num_blocks, pack, pad_rows
 
@@ -82,8 +81,6 @@ def why_not_native(model: PreTrainedModel) -> str | None:
         return f"{name} is none of {', '.join(ARCHITECTURES)}"
     if model.device.type != "cpu":
         return f"the model is on {model.device}"
-    if model.dtype is torch.bfloat16 and not has_native_bfloat16():
-        return "this CPU does not multiply bfloat16 natively"
     if model.dtype not in (torch.float32, torch.bfloat16):
         return f"the kernel has no {model.dtype}"
     if config.hidden_act != "silu":

@@ -82,7 +82,7 @@ def test_a_source_that_does_not_compile(source: Path) -> None:
 
 
 def test_a_damaged_library_is_named(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def build(_compiler: str, _source: Path, target: Path) -> None:
+    def build(_command: list[str], _source: Path, target: Path) -> None:
         target.parent.mkdir(parents=True)
         target.write_bytes(b"not a library")
 

@@ -1,6 +1,7 @@
-// What Python calls; see attention.h and decoder.h.
+// What Python calls; see attention.h, linear.h and decoder.h.
 
 #include "decoder.h"
+#include "linear.h"
 
 // Mirrors `_Arguments` in attention/cpu.py.
 struct Arguments {
@@ -44,6 +45,12 @@ void attend_layer(const Arguments& call) {
 extern "C" void specserve_paged_attention(const Arguments* call) {
   if (call->bfloat16) attend_layer<BFloat16>(*call);
   else attend_layer<Float32>(*call);
+}
+
+// One linear layer: rows of `stride` elements each, output rows side by side.
+extern "C" void specserve_linear(const Linear* linear, const void* x, int64_t stride, int64_t rows, void* output) {
+  if (linear->bfloat16) run_linear<BFloat16, Weights16>(*linear, x, stride, int(rows), output);
+  else run_linear<Float32, Weights32>(*linear, x, stride, int(rows), output);
 }
 
 // One pass of a whole decoder.
