@@ -14,6 +14,7 @@ at start tells whether anything was missed.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -26,9 +27,10 @@ from transformers.pytorch_utils import Conv1D
 from engine.model.experts import PackedExperts, is_experts
 from engine.model.linear import PackedLinear, Packer
 
-#: torch computes elements two vectors at a time, and what is left of a piece one by one: 64
-#: numbers of two bytes in AVX-512. It gives a thread no less than 32,768.
-_WHOLE, _PIECE = 64, 32_768
+#: torch computes elements two vectors at a time, and what is left of a thread's piece one by one:
+#: two vectors are 64 numbers of two bytes in AVX-512. A piece has 32,768 numbers at least, or, from
+#: 16,384 on and for some functions, each thread has one.
+_WHOLE, _PIECE, _SHARED = 64, 32_768, 16_384
 
 _ACTIVATIONS = ("torch.nn.modules.activation", "transformers.activations")
 _NOT_BY_ELEMENT = (
@@ -77,12 +79,22 @@ def in_whole_pieces(
 ) -> torch.Tensor:
     """`function` of every element of `x`, none of which depends on where it stands."""
     count = x.numel()
-    pieces = min(torch.get_num_threads(), -(-count // _PIECE)) or 1
-    missing = -count % (_WHOLE * pieces)
+    missing = _whole(count) - count
     if not missing and x.is_contiguous():
         return function(x, *more, **named)
     padded = functional.pad(x.reshape(-1), (0, missing))
     return function(padded, *more, **named)[:count].view(x.shape)
+
+
+def _whole(count: int) -> int:
+    """The next number of elements from `count` on that gives every thread whole vectors."""
+    threads = torch.get_num_threads()
+    while True:
+        pieces = min(threads, -(-count // _PIECE)) or 1
+        unit = _WHOLE * math.lcm(pieces, threads if count > _SHARED else 1)
+        if count % unit == 0:
+            return count
+        count += -count % unit
 
 
 class _Rows(TorchFunctionMode):

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from engine.cache.huge_pages import Arena
-from engine.model.native import fields, load_kernels
+from engine.model.native import check_layouts, fields, load_kernels
 from engine.model.packing import pack, pad_rows
 
 
@@ -37,7 +37,9 @@ class Packer:
     """
 
     def __init__(self, kernels: ctypes.CDLL | None = None) -> None:
-        self.kernel = (kernels or load_kernels()).specserve_linear
+        library = kernels or load_kernels()
+        check_layouts(library, _Linear)
+        self.kernel = library.specserve_linear
         self.kernel.restype = None
         self.arena = Arena()
 
@@ -97,3 +99,9 @@ def has_native_bfloat16() -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()) and (
         torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
     )
+
+
+def give_back(module: nn.Module) -> None:
+    """Frees the memory of a module's weights, once they are packed."""
+    for parameter in module.parameters():
+        parameter.data = parameter.data.new_empty(0)

@@ -38,6 +38,29 @@ def fields(kind: type, names: str) -> list[tuple[str, type]]:
     return [(name, kind) for name in names.split()]
 
 
+def check_layouts(library: ctypes.CDLL, *structures: type[ctypes.Structure]) -> None:
+    """Compares the sizes of structures that Python mirrors with those that C++ compiled.
+
+    Args:
+        library: the kernels.
+        structures: each is called as its counterpart, with a leading underscore.
+
+    Raises:
+        RuntimeError: one differs, so that the kernels would read other numbers than were meant.
+    """
+    size_of = library.specserve_size_of
+    size_of.argtypes, size_of.restype = [ctypes.c_char_p], ctypes.c_int64
+    for structure in structures:
+        name = structure.__name__.lstrip("_")
+        theirs, ours = size_of(name.encode()), ctypes.sizeof(structure)
+        if theirs != ours:
+            known = f"{theirs} bytes" if theirs >= 0 else "unknown"
+            raise RuntimeError(
+                f"{structure.__module__}.{structure.__name__} has {ours} bytes, but {name} in the "
+                f"kernels is {known}; change both together."
+            )
+
+
 def load_kernels(instructions: str = "native") -> ctypes.CDLL:
     """The kernels of `engine.model.kernels`.
 

@@ -22,7 +22,8 @@ from transformers import PreTrainedModel
 from engine.batch import Batch
 from engine.cache.huge_pages import Arena
 from engine.cache.store import CacheShape, KVStore
-from engine.model.native import fields, load_kernels
+from engine.model.linear import give_back
+from engine.model.native import check_layouts, fields, load_kernels
 from engine.model.packing import BLOCK, alternate, alternate_halves, num_blocks, pack, pad_rows
 
 _MAX_GROUP = 16  # query heads per key/value head (`kTileRows`)
@@ -99,7 +100,8 @@ class NativeDecoder:
     """A decoder's weights, repacked for the kernel.
 
     Args:
-        model: one that `why_not_native` accepts; it may be freed afterwards.
+        model: one that `why_not_native` accepts; its weights are taken out of it, layer by layer,
+            so that there is never a second copy of them.
         max_model_len: positions to prepare rotary tables for.
 
     Raises:
@@ -107,7 +109,9 @@ class NativeDecoder:
     """
 
     def __init__(self, model: PreTrainedModel, max_model_len: int) -> None:
-        self._kernel = load_kernels().specserve_decode
+        library = load_kernels()
+        check_layouts(library, _Layer, _Decoder, _Step)
+        self._kernel = library.specserve_decode
         self._kernel.argtypes = [ctypes.POINTER(_Decoder), ctypes.POINTER(_Step)]
         self._kernel.restype = None
         self._kept: list[torch.Tensor] = []  # what the kernel's pointers point to
@@ -144,6 +148,7 @@ class NativeDecoder:
             scale=attention.scaling,
             paired=self._paired,
         )
+        give_back(model)
 
     @property
     def shape(self) -> CacheShape:
@@ -175,7 +180,7 @@ class NativeDecoder:
         window = getattr(attention, "sliding_window", None)
         if not hasattr(attention, "sliding_window"):
             window = getattr(attention.config, "sliding_window", None)
-        return _Layer(
+        packed = _Layer(
             input_norm=self._keep(layer.input_layernorm.weight.detach().float()),
             post_norm=self._keep(layer.post_attention_layernorm.weight.detach().float()),
             qkv=self._keep(pack(self._join([p.weight.detach() for p in qkv]))),
@@ -190,6 +195,8 @@ class NativeDecoder:
             key_norm=self._head_norm(attention, "k_norm"),
             window=window or 0,
         )
+        give_back(layer)
+        return packed
 
     def _join(self, parts: list[torch.Tensor]) -> torch.Tensor:
         """Weights or biases of queries, keys and values, in the order the kernel wants."""

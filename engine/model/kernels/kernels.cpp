@@ -59,3 +59,14 @@ extern "C" void specserve_decode(const Decoder* decoder, const Step* step) {
   if (decoder->bfloat16) Forward<BFloat16, Weights16>{*decoder, *step, barrier}.run();
   else Forward<Float32, Weights32>{*decoder, *step, barrier}.run();
 }
+
+// Bytes of a structure that Python mirrors, or -1 where the name is not known.
+extern "C" int64_t specserve_size_of(const char* name) {
+  const struct { const char* name; int64_t size; } known[] = {
+      {"Arguments", sizeof(Arguments)}, {"Attention", sizeof(Attention)}, {"Decoder", sizeof(Decoder)},
+      {"Layer", sizeof(Layer)},         {"Linear", sizeof(Linear)},       {"Step", sizeof(Step)},
+  };
+  for (const auto& entry : known)
+    if (std::strcmp(name, entry.name) == 0) return entry.size;
+  return -1;
+}
