@@ -48,7 +48,7 @@ class PackedExperts(nn.Module):
         per_row, experts = chosen.shape[-1], self._experts
         order = torch.argsort(chosen.reshape(-1), stable=True)
         counts = torch.bincount(chosen.reshape(-1), minlength=len(self._up)).tolist()
-        parts = (hidden_states[order // per_row]).split(counts)
+        parts = hidden_states[order // per_row].split(counts)  # type: ignore[no-untyped-call]
         outputs = torch.cat(
             [self._run(i, part) for i, part in enumerate(parts) if len(part)]
         )  # [T * k, hidden], by expert

@@ -151,7 +151,8 @@ def _matrices(module: nn.Module) -> list[nn.Parameter]:
 
 
 def _replace_layers(module: nn.Module, packer: Packer) -> None:
-    for name, child in list(module.named_children()):
+    children: list[tuple[str, Any]] = list(module.named_children())
+    for name, child in children:
         if type(child) in (nn.Linear, Conv1D):
             weight = child.weight if type(child) is nn.Linear else child.weight.T
             setattr(module, name, packer.linear(weight, child.bias))
@@ -163,4 +164,4 @@ def _replace_layers(module: nn.Module, packer: Packer) -> None:
 
 def _wrap(module: nn.Module, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
     """Puts a function around what one module does."""
-    module.forward = around(module.forward)  # type: ignore[method-assign]
+    module.forward = around(module.forward)
