@@ -18,7 +18,8 @@ from engine.model.attention.base import AttentionBackend
 from engine.model.attention.cpu import DTYPES as CPU_DTYPES
 from engine.model.attention.cpu import MAX_GROUP, CpuAttention
 from engine.model.attention.reference import ReferenceAttention
-from engine.model.linear import can_pack, has_native_bfloat16, pack_linears
+from engine.model.invariant import make_invariant
+from engine.model.linear import can_pack, has_native_bfloat16
 from engine.model.native import NativeUnavailable
 from engine.model.native_decoder import NativeDecoder, why_not_native
 from engine.model.native_runner import NativeRunner
@@ -105,8 +106,7 @@ def adopt_model(model: PreTrainedModel, config: ModelConfig) -> LoadedModel:
         if decoder is not None:
             return LoadedModel(partial(NativeRunner, decoder), "native", decoder.shape, *facts)
     backend = _choose_attention(config.runner, model, needs[0])
-    if can_pack(model.dtype, model.device):
-        pack_linears(model)
+    _make_invariant(model)
     name = "torch" if isinstance(backend, CpuAttention) else "reference"
     shape = cache_shape(model, needs)
     return LoadedModel(partial(ModelRunner, model, backend, shape), name, shape, *facts)
@@ -162,6 +162,16 @@ def _choose_attention(runner: str, model: PreTrainedModel, needs: LayerNeeds) ->
         raise ConfigurationError(f"runner is torch, but {reason}; use reference.")
     logger.warning("attention falls back to slow torch code: %s", reason)
     return ReferenceAttention()
+
+
+def _make_invariant(model: PreTrainedModel) -> None:
+    """Our own matrix kernel for all layers, where there is one; elsewhere torch's products stay,
+    and the self-test at start tells how far their rows depend on each other."""
+    if can_pack(model.dtype, model.device):
+        try:
+            make_invariant(model)
+        except NativeUnavailable as error:
+            logger.warning("linear layers stay torch's, rows may depend on the batch: %s", error)
 
 
 def _why_not_cpu(model: PreTrainedModel, needs: LayerNeeds) -> str | None:

@@ -19,7 +19,8 @@ from engine.model.paths import cache_directory
 
 logger = logging.getLogger(__name__)
 
-_FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp", "-ffp-contract=fast", "-w")
+_FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-ffp-contract=fast", "-w")
+_KERNELS = Path(__file__).parent / "kernels" / "kernels.cpp"
 
 
 #: Hexadecimal digits of a hash in a file's name.
@@ -43,40 +44,83 @@ def fields(kind: type, names: str) -> list[tuple[str, type]]:
     return [(name, kind) for name in names.split()]
 
 
-def load_kernels() -> ctypes.CDLL:
-    """The kernels of `engine.model.kernels`, compiled for this machine.
+def check_layouts(library: ctypes.CDLL, *structures: type[ctypes.Structure]) -> None:
+    """Compares the sizes of structures that Python mirrors with those that C++ compiled.
+
+    Args:
+        library: the kernels.
+        structures: each is called as its counterpart, with a leading underscore.
+
+    Raises:
+        RuntimeError: one differs, so that the kernels would read other numbers than were meant.
+    """
+    size_of = library.specserve_size_of
+    size_of.argtypes, size_of.restype = [ctypes.c_char_p], ctypes.c_int64
+    for structure in structures:
+        name = structure.__name__.lstrip("_")
+        theirs, ours = size_of(name.encode()), ctypes.sizeof(structure)
+        if theirs != ours:
+            known = f"{theirs} bytes" if theirs >= 0 else "unknown"
+            raise RuntimeError(
+                f"{structure.__module__}.{structure.__name__} has {ours} bytes, but {name} in the "
+                f"kernels is {known}; change both together."
+            )
+
+
+def load_kernels(instructions: str = "native") -> ctypes.CDLL:
+    """The kernels of `engine.model.kernels`.
+
+    Args:
+        instructions: what to compile for, as in the compiler's `-march`; the CPU must have it.
 
     Raises:
         NativeUnavailable: they cannot be compiled or loaded.
     """
-    return compile_library(Path(__file__).parent / "kernels" / "kernels.cpp")
+    return compile_library(_KERNELS, instructions)
 
 
-def compile_library(source: Path) -> ctypes.CDLL:
+def build_kernels(instructions: str) -> Path:
+    """The file of the kernels, compiled for any instruction set; it need not run here.
+
+    Raises:
+        NativeUnavailable: they cannot be compiled.
+    """
+    return _compiled(_KERNELS, instructions)
+
+
+def compile_library(source: Path, instructions: str = "native") -> ctypes.CDLL:
     """Compiles one C++ file into a shared library, unless that was done before, and loads it.
-
-    The name in the cache covers source, headers beside it, flags, torch and this machine's CPU
-    flags, since `-march=native` code may not run elsewhere; then the compiler; then the library's
-    own content: a damaged one, which could end the process, is compiled anew. Where there is no
-    compiler any more, what any compiler made before is used.
 
     Raises:
         NativeUnavailable: it cannot be compiled or loaded.
     """
-    compiler = find_compiler()
-    maker = "*" if compiler is None else _hash(_run([compiler, "--version"]))
-    texts = [path.read_text() for path in (source, *sorted(source.parent.glob("*.h")))]
-    key = _hash(*texts, " ".join(_FLAGS), torch.__version__, _cpu_flags())
-    directory, stem = cache_directory() / "native", f"{source.stem}-{key}-{maker}"
-    library = _find(directory, stem)
-    if library is None:
-        if compiler is None:
-            raise NativeUnavailable("no C++ compiler found (set CXX, or install g++)")
-        library = _make(directory, stem, compiler, source)
+    library = _compiled(source, instructions)
     try:
         return ctypes.CDLL(str(library))
     except OSError as error:
         raise NativeUnavailable(f"{library} cannot be loaded: {error}") from error
+
+
+def _compiled(source: Path, instructions: str) -> Path:
+    """The library in the cache, made if it is not there.
+
+    Its name covers source, headers beside it, flags, torch and this machine's CPU flags, since
+    `-march=native` code may not run elsewhere; then the compiler; then the library's own content:
+    a damaged one, which could end the process, is compiled anew. Where there is no compiler any
+    more, what any compiler made before is used.
+    """
+    flags = (*_FLAGS, f"-march={instructions}")
+    compiler = find_compiler()
+    maker = "*" if compiler is None else _hash(_run([compiler, "--version"]))
+    texts = [path.read_text() for path in (source, *sorted(source.parent.glob("*.h")))]
+    key = _hash(*texts, " ".join(flags), torch.__version__, _cpu_flags())
+    directory, stem = cache_directory() / "native", f"{source.stem}-{key}-{maker}"
+    library = _find(directory, stem)
+    if library is not None:
+        return library
+    if compiler is None:
+        raise NativeUnavailable("no C++ compiler found (set CXX, or install g++)")
+    return _make(directory, stem, [compiler, *flags], source)
 
 
 def _hash(*texts: str) -> str:
@@ -94,7 +138,7 @@ def _find(directory: Path, stem: str) -> Path | None:
     return None
 
 
-def _make(directory: Path, stem: str, compiler: str, source: Path) -> Path:
+def _make(directory: Path, stem: str, command: list[str], source: Path) -> Path:
     """Compiles into the cache, unless another process did so meanwhile."""
     from filelock import FileLock
 
@@ -103,17 +147,17 @@ def _make(directory: Path, stem: str, compiler: str, source: Path) -> Path:
         with FileLock(directory / ".lock"):
             for left in directory.glob(f"{MAKING}*"):  # of a process that ended meanwhile
                 shutil.rmtree(left, ignore_errors=True)
-            return _find(directory, stem) or _build(directory, stem, compiler, source)
+            return _find(directory, stem) or _build(directory, stem, command, source)
     except OSError as error:
         raise NativeUnavailable(f"{directory} cannot be written: {error}") from error
 
 
-def _build(directory: Path, stem: str, compiler: str, source: Path) -> Path:
-    logger.info("compiling %s with %s", source.name, compiler)
+def _build(directory: Path, stem: str, command: list[str], source: Path) -> Path:
+    logger.info("compiling %s with %s", source.name, command[0])
     with tempfile.TemporaryDirectory(dir=directory, prefix=MAKING) as work:
         objects, library = Path(work, "kernel.o"), Path(work, "kernel.so")
-        _run([compiler, *_FLAGS, "-c", str(source), "-o", str(objects)])
-        _run([compiler, "-shared", str(objects), *_openmp(), "-o", str(library)])
+        _run([*command, "-c", str(source), "-o", str(objects)])
+        _run([command[0], "-shared", str(objects), *_openmp(), "-o", str(library)])
         target = directory / f"{stem}-{sha256(library)[:_HASH]}.so"
         place(library, target)
     return target

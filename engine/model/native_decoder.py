@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 
 from engine.cache.huge_pages import Arena
 from engine.cache.store import CacheShape, KVStore
-from engine.model.linear import has_native_bfloat16
-from engine.model.native import fields, load_kernels
+from engine.model.linear import give_back
+from engine.model.native import check_layouts, fields, load_kernels
 from engine.model.packing import BLOCK, alternate, alternate_halves, pack, pad_rows
 
 _MAX_GROUP = 16  # query heads per key/value head (`kTileRows`)
@@ -82,8 +82,6 @@ def why_not_native(model: PreTrainedModel) -> str | None:
         return f"{name} is none of {', '.join(ARCHITECTURES)}"
     if model.device.type != "cpu":
         return f"the model is on {model.device}"
-    if model.dtype is torch.bfloat16 and not has_native_bfloat16():
-        return "this CPU does not multiply bfloat16 natively"
     if model.dtype not in (torch.float32, torch.bfloat16):
         return f"the kernel has no {model.dtype}"
     if config.hidden_act != "silu":
@@ -105,7 +103,8 @@ class NativeDecoder:
     """A decoder's weights, repacked for the kernel.
 
     Args:
-        model: one that `why_not_native` accepts; it may be freed afterwards.
+        model: one that `why_not_native` accepts; its weights are taken out of it, layer by layer,
+            so that there is never a second copy of them.
         max_model_len: positions to prepare rotary tables for.
         windows: of each layer, how many positions a row sees at most; 0 = all.
 
@@ -114,7 +113,9 @@ class NativeDecoder:
     """
 
     def __init__(self, model: PreTrainedModel, max_model_len: int, windows: Sequence[int]) -> None:
-        self._kernel = load_kernels().specserve_decode
+        library = load_kernels()
+        check_layouts(library, _Layer, _Decoder, Step)
+        self._kernel = library.specserve_decode
         self._kernel.argtypes = [ctypes.POINTER(_Decoder), ctypes.POINTER(Step)]
         self._kernel.restype = None
         self._kept: list[torch.Tensor] = []  # what the kernel's pointers point to
@@ -151,6 +152,7 @@ class NativeDecoder:
             scale=attention.scaling,
             paired=self._paired,
         )
+        give_back(model)
 
     @property
     def shape(self) -> CacheShape:
@@ -179,7 +181,7 @@ class NativeDecoder:
         attention, mlp = layer.self_attn, layer.mlp
         qkv = (attention.q_proj, attention.k_proj, attention.v_proj)
         gate, up = mlp.gate_proj, mlp.up_proj
-        return _Layer(
+        packed = _Layer(
             input_norm=self._keep(layer.input_layernorm.weight.detach().float()),
             post_norm=self._keep(layer.post_attention_layernorm.weight.detach().float()),
             qkv=self._keep(pack(self._join([p.weight.detach() for p in qkv]))),
@@ -194,6 +196,8 @@ class NativeDecoder:
             key_norm=self._head_norm(attention, "k_norm"),
             window=window,
         )
+        give_back(layer)
+        return packed
 
     def _join(self, parts: list[torch.Tensor]) -> torch.Tensor:
         """Weights or biases of queries, keys and values, in the order the kernel wants."""

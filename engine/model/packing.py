@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 _LANES = 16
 BLOCK = 2 * _LANES  #: outputs per block of packed weights (`kBlockOutputs`)
@@ -14,12 +15,17 @@ def num_blocks(width: int) -> int:
 
 
 def pack(weight: torch.Tensor) -> torch.Tensor:
-    """[N, K] -> blocks of 32 outputs: float32 [N/32, K, 32], bfloat16 [N/32, K/2, 32, 2]."""
+    """[N, K] -> blocks of 32 outputs: float32 [N/32, K, 32], bfloat16 [N/32, K/2, 32, 2].
+
+    An odd K is made even in bfloat16, with zeros.
+    """
     weight = pad_rows(weight)
     outputs, inputs = weight.shape
     if weight.dtype is torch.float32:
-        return weight.view(-1, BLOCK, inputs).transpose(1, 2).contiguous()
-    return weight.view(outputs // BLOCK, BLOCK, inputs // 2, 2).transpose(1, 2).contiguous()
+        return weight.reshape(-1, BLOCK, inputs).transpose(1, 2).contiguous()
+    if inputs % 2:
+        weight, inputs = nn.functional.pad(weight, (0, 1)), inputs + 1
+    return weight.reshape(outputs // BLOCK, BLOCK, inputs // 2, 2).transpose(1, 2).contiguous()
 
 
 def alternate(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

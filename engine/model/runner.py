@@ -19,6 +19,7 @@ from engine.batch import Batch
 from engine.cache.store import CacheShape, KVStore
 from engine.errors import ModelNotSupported
 from engine.model.attention.base import Attend, AttentionBackend, AttentionCall
+from engine.model.linear import PackedLinear
 from engine.model.passes import Pass, check_layers, start_timer
 
 #: Name under which paged attention is registered with transformers.
@@ -87,9 +88,6 @@ class ModelRunner:
         page_size: tokens per page.
     """
 
-    #: oneDNN takes another path for a single row and rounds differently there.
-    min_rows = 2
-
     def __init__(
         self,
         model: PreTrainedModel,
@@ -102,6 +100,8 @@ class ModelRunner:
         self.backend = backend
         self.device: torch.device = model.device
         self.store = KVStore(shape, num_pages, page_size, self.device)
+        #: Where layers are torch's own, a single row takes another path and is rounded otherwise.
+        self.min_rows = 1 if any(isinstance(m, PackedLinear) for m in model.modules()) else 2
 
     @functools.cached_property
     def _layers(self) -> torch.nn.ModuleList:

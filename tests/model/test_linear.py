@@ -1,71 +1,171 @@
-"""Packed linear layers: rows that do not know how many they are."""
+"""Packed linear layers: rows that do not know how many they are, on every instruction set."""
 
 from __future__ import annotations
+
+import functools
 
 import pytest
 import torch
 from torch import nn
 
-from engine.model.linear import PackedLinear, can_pack, has_native_bfloat16, pack_linears
+from engine.model import native
+from engine.model.linear import PackedLinear, Packer, can_pack
 
 DTYPES = [torch.float32, torch.bfloat16]
+ROWS = 67
+SHAPES = [(32, 97), (64, 64), (96, 32), (20, 33), (7, 5), (1, 1), (45, 70), (200, 48)]
+
+#: What GCC and Clang call an instruction set, and what a CPU must say to run it.
+SETS = {
+    "x86-64": {"sse2"},
+    "x86-64-v3": {"avx2", "fma", "bmi2", "f16c"},
+    "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
+    "sapphirerapids": {"avx512_bf16", "avx512_fp16", "amx_tile", "amx_bf16"},
+}
+
+
+@functools.cache
+def packer(instructions: str = "native") -> Packer:
+    """Makes layers for an instruction set, where this CPU has it."""
+    if instructions != "native":
+        here = set(native._cpu_flags().split())
+        if missing := SETS[instructions] - here:
+            pytest.skip(f"this CPU has no {', '.join(sorted(missing))}")
+    return Packer(native.load_kernels(instructions))
+
+
+on_every_set = pytest.mark.parametrize("instructions", ["native", *SETS])
 
 
 def layer(inputs: int, outputs: int, bias: bool, dtype: torch.dtype) -> nn.Linear:
-    if not can_pack(dtype, torch.device("cpu")):
-        pytest.skip(f"this CPU does not multiply {dtype} natively")
     torch.manual_seed(inputs + outputs)
     return nn.Linear(inputs, outputs, bias=bias).to(dtype).requires_grad_(False)
 
 
+def packed(linear: nn.Linear, instructions: str = "native") -> PackedLinear:
+    return packer(instructions).linear(linear.weight, linear.bias)
+
+
+def exactly(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    bias = None if linear.bias is None else linear.bias.double()
+    return nn.functional.linear(x.double(), linear.weight.double(), bias)
+
+
+@on_every_set
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize(
-    ("inputs", "outputs"), [(32, 97), (64, 64), (96, 32), (20, 33), (576, 1536)]
-)
-def test_rows_are_bit_equal_from_two_up(
-    inputs: int, outputs: int, bias: bool, dtype: torch.dtype
+@pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
+def test_a_row_is_what_it_is_alone(
+    inputs: int, outputs: int, bias: bool, dtype: torch.dtype, instructions: str
+) -> None:
+    """Passes of 1 to 67 rows, from the first row and up to the last."""
+    linear = packed(layer(inputs, outputs, bias, dtype), instructions)
+    x = torch.randn(ROWS, inputs).to(dtype)
+    alone = torch.cat([linear(row[None]) for row in x])
+    for rows in range(1, ROWS + 1):
+        assert torch.equal(linear(x[:rows]), alone[:rows]), rows
+        assert torch.equal(linear(x[-rows:]), alone[-rows:]), rows
+
+
+@on_every_set
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_wide_layers_and_many_rows(dtype: torch.dtype, instructions: str) -> None:
+    """Widths of a real model, and passes of several panels."""
+    linear = packed(layer(576, 1536, False, dtype), instructions)
+    x = torch.randn(260, 576).to(dtype)
+    full = linear(x)
+    for rows in (1, 2, 3, 4, 7, 12, 13, 25, 67, 100):
+        assert torch.equal(linear(x[:rows]), full[:rows]), rows
+        assert torch.equal(linear(x[-rows:]), full[-rows:]), rows
+
+
+@on_every_set
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_company_does_not_matter(dtype: torch.dtype, instructions: str) -> None:
+    """Not even company that cannot be computed with."""
+    linear = packed(layer(45, 70, True, dtype), instructions)
+    x = torch.randn(13, 45).to(dtype)
+    alone = linear(x[6:7])
+    for other in (0.0, 1e30, float("inf"), float("nan")):
+        crowd = torch.full_like(x, other)
+        crowd[6] = x[6]
+        assert torch.equal(linear(crowd)[6:7], alone), other
+
+
+@on_every_set
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize(("inputs", "outputs"), SHAPES)
+def test_equals_a_linear_layer(
+    inputs: int, outputs: int, bias: bool, dtype: torch.dtype, instructions: str
 ) -> None:
     linear = layer(inputs, outputs, bias, dtype)
-    packed = PackedLinear(linear)
-    x = torch.randn(67, inputs).to(dtype)
-    full = packed(x)
-    for start, end in [(0, 2), (1, 3), (0, 3), (5, 9), (0, 16), (3, 20), (0, 33), (2, 66)]:
-        assert torch.equal(packed(x[start:end]), full[start:end]), (start, end)
-    assert torch.equal(packed(x[None, 4:8])[0], full[4:8])
+    for rows in (1, 5, 20):
+        x = torch.randn(rows, inputs).to(dtype)
+        exact = exactly(linear, x)
+        # bfloat16 is rounded once, at the end; sums are float32 in both.
+        rounding = 0 if dtype is torch.float32 else 2**-8 * exact.abs()
+        error = (packed(linear, instructions)(x).double() - exact).abs()
+        assert (error <= rounding + 3e-6 * inputs**0.5).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("bias", [False, True])
-def test_equals_a_linear_layer(bias: bool, dtype: torch.dtype) -> None:
-    linear = layer(96, 97, bias, dtype)
-    x = torch.randn(5, 96).to(dtype)
-    exact = nn.functional.linear(
-        x.double(), linear.weight.double(), None if linear.bias is None else linear.bias.double()
-    )
-    error = (PackedLinear(linear)(x).double() - exact).abs().max()
-    assert error < (1e-5 if dtype is torch.float32 else 2**-7 * exact.abs().max())
+def test_threads_do_not_matter(dtype: torch.dtype) -> None:
+    linear = packed(layer(576, 1536, True, dtype))
+    x = torch.randn(ROWS, 576).to(dtype)
+    truth = linear(x)
+    before = torch.get_num_threads()
+    for threads in (2, 3):
+        torch.set_num_threads(threads)
+        try:
+            assert torch.equal(linear(x), truth)
+            assert torch.equal(linear(x[3:4]), truth[3:4])
+        finally:
+            torch.set_num_threads(before)
 
 
-def test_only_plain_linear_layers_are_replaced() -> None:
-    class Special(nn.Linear):
-        pass
-
-    model = nn.ModuleDict(
-        {
-            "a": nn.Linear(4, 4),
-            "deep": nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.ModuleList([nn.Linear(4, 2)])),
-            "special": Special(4, 4),
-            "embedding": nn.Embedding(4, 4),
-        }
-    ).requires_grad_(False)
-    assert pack_linears(model) == 3
-    assert isinstance(model["a"], PackedLinear)
-    assert type(model["special"]) is Special
-    assert not any(type(m) is nn.Linear for m in model.modules())
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_any_layout_and_leading_dimensions(dtype: torch.dtype) -> None:
+    linear = packed(layer(20, 33, True, dtype))
+    x = torch.randn(2, 3, 20).to(dtype)
+    truth = linear(x.view(6, 20))
+    assert torch.equal(linear(x), truth.view(2, 3, 33))
+    wide = torch.randn(6, 50).to(dtype)
+    wide[:, 10:30] = x.view(6, 20)
+    assert torch.equal(linear(wide[:, 10:30]), truth)  # rows apart
+    assert torch.equal(linear(x.view(6, 20).T.contiguous().T), truth)  # elements apart
+    assert torch.equal(linear(x[0, 0]), truth[0])
+    assert linear(x[:0]).shape == (0, 3, 33)
 
 
-def test_what_cannot_be_packed() -> None:
-    assert not can_pack(torch.float16, torch.device("cpu"))
+def test_weights_of_many_layers_lie_side_by_side() -> None:
+    both, plain = Packer(), layer(40, 50, True, torch.float32)
+    first = both.linear(plain.weight, plain.bias)
+    both.linear(plain.weight * 2)
+    x = torch.randn(3, 40)
+    assert torch.equal(first(x), packed(plain)(x))
+
+
+def test_another_width_or_dtype_is_refused() -> None:
+    linear = packed(layer(20, 33, False, torch.float32))
+    with pytest.raises(ValueError, match=r"20 inputs in torch.float32 was given \[2, 21\]"):
+        linear(torch.zeros(2, 21))
+    with pytest.raises(ValueError, match=r"in torch.bfloat16"):
+        linear(torch.zeros(2, 20, dtype=torch.bfloat16))
+
+
+def test_what_can_be_packed() -> None:
+    cpu = torch.device("cpu")
+    assert can_pack(torch.float32, cpu)
+    assert can_pack(torch.bfloat16, cpu)
+    assert not can_pack(torch.float16, cpu)
     assert not can_pack(torch.float32, torch.device("meta"))
-    assert can_pack(torch.bfloat16, torch.device("cpu")) == has_native_bfloat16()
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_compiles_for_every_instruction_set(name: str) -> None:
+    """Also for those that this CPU has not."""
+    path = native.build_kernels(name)
+    assert path.suffix == ".so"
+    assert path.stat().st_size > 10_000
+    assert path != native.build_kernels("native")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import errno
 import logging
 import os
@@ -15,7 +16,14 @@ from engine.errors import ConfigurationError
 from engine.model import native
 from engine.model.files import sha256
 from engine.model.loader import adopt_model
-from engine.model.native import NativeUnavailable, compile_library, find_compiler, load_kernels
+from engine.model.native import (
+    NativeUnavailable,
+    check_layouts,
+    compile_library,
+    fields,
+    find_compiler,
+    load_kernels,
+)
 from tests.tiny_models import make_model
 
 SOURCE = 'extern "C" int answer() { return ANSWER; }\n'
@@ -224,3 +232,12 @@ def test_the_compiler_of_the_environment_comes_first(
     assert find_compiler() == str(mine)
     with pytest.raises(NativeUnavailable, match="mine failed"):
         load_kernels()
+
+
+def test_a_structure_that_python_mirrors_otherwise_is_named() -> None:
+    short = type("_Linear", (ctypes.Structure,), {"_fields_": fields(ctypes.c_void_p, "packed")})
+    with pytest.raises(RuntimeError, match=r"_Linear has 8 bytes, but Linear .* is 32 bytes"):
+        check_layouts(load_kernels(), short)
+    other = type("_Unheard", (ctypes.Structure,), {"_fields_": []})
+    with pytest.raises(RuntimeError, match="Unheard in the kernels is unknown"):
+        check_layouts(load_kernels(), other)

@@ -9,7 +9,7 @@ import torch
 from engine.batch import Batch
 from engine.cache.store import KVStore
 from engine.model.attention.base import Attend, AttentionCall
-from engine.model.native import fields, load_kernels
+from engine.model.native import check_layouts, fields, load_kernels
 
 #: Query heads per key/value head that one tile of the kernel can hold (`kTileRows`).
 MAX_GROUP = 16
@@ -51,7 +51,9 @@ class CpuAttention:
     name = "cpu"
 
     def __init__(self) -> None:
-        self._kernel = load_kernels().specserve_paged_attention
+        library = load_kernels()
+        check_layouts(library, _Attention, _Arguments)
+        self._kernel = library.specserve_paged_attention
         self._kernel.argtypes = [ctypes.POINTER(_Arguments)]
         self._kernel.restype = None
 

@@ -1,6 +1,7 @@
-// What Python calls; see attention.h and decoder.h.
+// What Python calls; see attention.h, linear.h and decoder.h.
 
 #include "decoder.h"
+#include "linear.h"
 
 // Mirrors `_Arguments` in attention/cpu.py.
 struct Arguments {
@@ -46,9 +47,26 @@ extern "C" void specserve_paged_attention(const Arguments* call) {
   else attend_layer<Float32>(*call);
 }
 
+// One linear layer: rows of `stride` elements each, output rows side by side.
+extern "C" void specserve_linear(const Linear* linear, const void* x, int64_t stride, int64_t rows, void* output) {
+  if (linear->bfloat16) run_linear<BFloat16, Weights16>(*linear, x, stride, int(rows), output);
+  else run_linear<Float32, Weights32>(*linear, x, stride, int(rows), output);
+}
+
 // One pass of a whole decoder.
 extern "C" void specserve_decode(const Decoder* decoder, const Step* step) {
   Barrier barrier;
   if (decoder->bfloat16) Forward<BFloat16, Weights16>{*decoder, *step, barrier}.run();
   else Forward<Float32, Weights32>{*decoder, *step, barrier}.run();
+}
+
+// Bytes of a structure that Python mirrors, or -1 where the name is not known.
+extern "C" int64_t specserve_size_of(const char* name) {
+  const struct { const char* name; int64_t size; } known[] = {
+      {"Arguments", sizeof(Arguments)}, {"Attention", sizeof(Attention)}, {"Decoder", sizeof(Decoder)},
+      {"Layer", sizeof(Layer)},         {"Linear", sizeof(Linear)},       {"Step", sizeof(Step)},
+  };
+  for (const auto& entry : known)
+    if (std::strcmp(name, entry.name) == 0) return entry.size;
+  return -1;
 }

@@ -12,7 +12,28 @@
 namespace {
 
 constexpr int kBlockOutputs = 2 * kLanes, kBlockInputs = kBlockOutputs;
-constexpr int kMaxTile = 12;  // rows whose accumulators fit into the registers
+
+// A vector as wide as a register: lanes are independent, so its width is no matter of numbers.
+#if defined(__AVX512F__)
+constexpr int kRegister = 16;
+#elif defined(__AVX__)
+constexpr int kRegister = 8;
+#else
+constexpr int kRegister = 4;
+#endif
+typedef float Reg __attribute__((vector_size(4 * kRegister)));
+typedef int32_t IReg __attribute__((vector_size(4 * kRegister)));
+
+// Rows whose accumulators fit into the registers, for all outputs of a block and for half of them.
+#if defined(__AVX512F__)
+constexpr int kWholeTile = 12, kMaxTile = 12;
+#else
+constexpr int kWholeTile = 3, kMaxTile = 6;
+#endif
+
+// Tiles take turns at so many inputs of a block, for that many weights stay in the first-level cache,
+// and so do the sums of the tiles of a panel.
+constexpr int kTurn = 2 * kBlockInputs, kPanelTiles = 96 / kMaxTile;
 
 // A single tile of so many rows computes for so long that the processor does not look far enough
 // ahead by itself; it is told this many steps before. With fewer rows that only gets in the way.
@@ -29,80 +50,107 @@ inline int64_t block_place(int64_t row, int d, int rows) {
 struct Weights32 {
   typedef float Element;
   static constexpr int kInputsPerStep = 1;
-  static inline Vec multiply(Vec sum, const float* x, const float* w) { return *x * load(w) + sum; }
+  typedef Reg Words;
+  static inline Words broadcast(const float* x) { return *x - Reg{}; }  // 0 + x is one more instruction
+  static inline Reg multiply(Reg sum, Words x, Words w) { return x * w + sum; }
 };
 
 // Packed bfloat16 weights of a block: [K / 2][32][2]; a step takes two inputs.
 struct Weights16 {
   typedef uint16_t Element;
   static constexpr int kInputsPerStep = 2;
-  static inline Vec multiply(Vec sum, const uint16_t* x, const uint16_t* w) {
-    IVec pairs;
-    std::memcpy(&pairs, w, sizeof pairs);
-    return dot_pairs(sum, broadcast_word(x), pairs);
+  typedef IReg Words;
+  static inline Words broadcast(const uint16_t* x) {
+    int32_t word;
+    std::memcpy(&word, x, 4);
+    return IReg{} + word;
   }
+  static inline Reg multiply(Reg sum, Words x, Words w) { return dot_pairs(sum, x, w); }
 };
 
-// kRows rows of X, of `rows`, against one block of weights; if told to, weights are fetched `ahead`
-// of their use.
-template <class W, int kRows, bool kFetch>
-inline void block_product(Vec (&out)[kRows][2], const typename W::Element* x, int rows,
-                          const typename W::Element* w, int inputs, int64_t ahead) {
-  constexpr int step = W::kInputsPerStep;
-  Vec sums[kRows][2];  // local, so that the compiler may keep it in registers
+// kRows rows of X, of `rows`, against `outputs` outputs of a block of weights: adds what the inputs
+// [begin, end) bring to sums. If told to, weights are fetched `ahead` of their use.
+template <class W, int kRows, int kOutputs, bool kFetch>
+inline void block_product(Vec (*out)[2], int first_vector, const typename W::Element* x, int rows,
+                          const typename W::Element* w, int begin, int end, int64_t ahead) {
+  constexpr int step = W::kInputsPerStep, regs = kOutputs / kRegister;
+  Reg sums[kRows][regs];  // local, so that the compiler may keep it in registers
 #pragma GCC unroll 16
-  for (int r = 0; r < kRows; ++r) sums[r][0] = sums[r][1] = Vec{};
-  const int together = kRows == 1 && rows == 1 ? inputs : kBlockInputs;  // inputs of a row
-  for (int left = inputs; left > 0; left -= together, x += int64_t(rows) * together) {
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 16
+    for (int i = 0; i < regs; ++i)
+      std::memcpy(&sums[r][i], reinterpret_cast<const float*>(&out[r][first_vector]) + i * kRegister, sizeof(Reg));
+  const int together = kRows == 1 && rows == 1 ? end : kBlockInputs;  // inputs of a row
+  x += rows == 1 ? begin : int64_t(begin) * rows;
+  w += int64_t(begin) * kBlockOutputs + first_vector * step * kLanes;
+  for (int left = end - begin; left > 0; left -= together, x += int64_t(rows) * together) {
     const int count = left < together ? left : together;
     for (int k = 0; k < count; k += step, w += step * kBlockOutputs) {
       if constexpr (kFetch) {  // into the second-level cache: the first has no room for a block
-        __builtin_prefetch(w + ahead, 0, 2);
-        __builtin_prefetch(w + ahead + step * kLanes, 0, 2);
+#pragma GCC unroll 2
+        for (int i = 0; i < kOutputs / kLanes; ++i) __builtin_prefetch(w + ahead + i * step * kLanes, 0, 2);
       }
+      typename W::Words words[regs];
+#pragma GCC unroll 16
+      for (int i = 0; i < regs; ++i) std::memcpy(&words[i], w + i * step * kRegister, sizeof(Reg));
 #pragma GCC unroll 16
       for (int r = 0; r < kRows; ++r) {
-        sums[r][0] = W::multiply(sums[r][0], x + r * kBlockInputs + k, w);
-        sums[r][1] = W::multiply(sums[r][1], x + r * kBlockInputs + k, w + step * kLanes);
+        const typename W::Words input = W::broadcast(x + r * kBlockInputs + k);
+#pragma GCC unroll 16
+        for (int i = 0; i < regs; ++i) sums[r][i] = W::multiply(sums[r][i], input, words[i]);
       }
     }
   }
 #pragma GCC unroll 16
-  for (int r = 0; r < kRows; ++r) {
-    out[r][0] = sums[r][0];
-    out[r][1] = sums[r][1];
-  }
+  for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 16
+    for (int i = 0; i < regs; ++i)
+      std::memcpy(reinterpret_cast<float*>(&out[r][first_vector]) + i * kRegister, &sums[r][i], sizeof(Reg));
 }
 
-// Calls finish(row, sums[2]) for rows [first, first + count) of one block; count <= kMaxTile.
-template <class W, bool kFetch, class Finish, int kRows = kMaxTile>
-inline void tile_product(int count, int first, const typename W::Element* x, int rows,
-                         const typename W::Element* w, int inputs, int64_t ahead, const Finish& finish) {
+// The same for `count` rows, at most kMaxTile, and all outputs of the block.
+template <class W, bool kFetch, int kRows = kMaxTile>
+inline void tile_product(int count, Vec (*sums)[2], const typename W::Element* x, int rows,
+                         const typename W::Element* w, int begin, int end, int64_t ahead) {
   if constexpr (kRows > 0) {
-    if (count < kRows)
-      return tile_product<W, kFetch, Finish, kRows - 1>(count, first, x, rows, w, inputs, ahead, finish);
-    Vec sums[kRows][2];
-    block_product<W, kRows, kFetch>(sums, x + first * kBlockInputs, rows, w, inputs, ahead);
-    for (int r = 0; r < kRows; ++r) finish(first + r, sums[r]);
+    if (count < kRows) return tile_product<W, kFetch, kRows - 1>(count, sums, x, rows, w, begin, end, ahead);
+    if constexpr (kRows <= kWholeTile) {
+      block_product<W, kRows, kBlockOutputs, kFetch>(sums, 0, x, rows, w, begin, end, ahead);
+    } else {
+      block_product<W, kRows, kLanes, kFetch>(sums, 0, x, rows, w, begin, end, ahead);
+      block_product<W, kRows, kLanes, kFetch>(sums, 1, x, rows, w, begin, end, ahead);
+    }
   }
 }
 
-// One thread's share [begin, end) of the blocks, for all rows of X.
+// One thread's share [begin, end) of the blocks, for all rows of X: calls finish(row, block, sums[2]).
 template <class W, class Finish>
 void multiply(const typename W::Element* x, int rows, int inputs, const typename W::Element* packed,
               int begin, int end, const Finish& finish) {
-  const int tiles = (rows + kMaxTile - 1) / kMaxTile;
+  const int tiles = (rows + kMaxTile - 1) / kMaxTile, panels = (tiles + kPanelTiles - 1) / kPanelTiles;
+  const int turn = rows <= kWholeTile ? inputs : kTurn;
   const int64_t block_size = int64_t(inputs) * kBlockOutputs;
   // Where several tiles use a block, memory would rest after the first: the last fetches the next block.
   const int64_t ahead = tiles > 1 ? block_size : kFetchedSteps * W::kInputsPerStep * kBlockOutputs;
+  const auto first_row = [&](int tile) { return int(int64_t(rows) * tile / tiles); };  // of nearly equal tiles
+  Vec sums[kPanelTiles * kMaxTile][2];
   for (int block = begin; block < end; ++block) {
     const auto* w = packed + block * block_size;
-    const auto put = [&](int row, const Vec* sums) { finish(row, block, sums); };
-    for (int t = 0; t < tiles; ++t) {  // tiles of nearly equal height
-      const int first = int(int64_t(rows) * t / tiles), last = int(int64_t(rows) * (t + 1) / tiles);
-      const bool fetches = tiles > 1 ? t == tiles - 1 : rows >= kFetchingRows;
-      if (fetches) tile_product<W, true>(last - first, first, x, rows, w, inputs, ahead, put);
-      else tile_product<W, false>(last - first, first, x, rows, w, inputs, ahead, put);
+    for (int p = 0; p < panels; ++p) {
+      const int from = int(int64_t(tiles) * p / panels), to = int(int64_t(tiles) * (p + 1) / panels);
+      const int row0 = first_row(from), count = first_row(to) - row0;
+      for (int r = 0; r < count; ++r) sums[r][0] = sums[r][1] = Vec{};
+      for (int k = 0; k < inputs; k += turn) {
+        const int stop = inputs - k < turn ? inputs : k + turn;
+        for (int t = from; t < to; ++t) {
+          const int first = first_row(t), height = first_row(t + 1) - first;
+          const auto* own = x + int64_t(first) * kBlockInputs;
+          const bool fetches = tiles > 1 ? t == tiles - 1 : rows >= kFetchingRows;
+          if (fetches) tile_product<W, true>(height, sums + first - row0, own, rows, w, k, stop, ahead);
+          else tile_product<W, false>(height, sums + first - row0, own, rows, w, k, stop, ahead);
+        }
+      }
+      for (int r = 0; r < count; ++r) finish(row0 + r, block, sums[r]);
     }
   }
 }

@@ -70,13 +70,15 @@ inline Vec silu(Vec x) {
   return x * select(x > 0.0f, broadcast(1.0f), e) / (1.0f + e);
 }
 
-// sum + a[2i] b[2i] + a[2i + 1] b[2i + 1] in lane i: 32 bfloat16 products.
-inline Vec dot_pairs(Vec sum, IVec a, IVec b) {
+// sum + a[2i] b[2i] + a[2i + 1] b[2i + 1] in lane i: the products of pairs of bfloat16, for vectors
+// of any width.
+template <class F, class I>
+inline F dot_pairs(F sum, I a, I b) {
 #if defined(__AVX512BF16__)
-  return (Vec)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
+  return (F)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
 #else
-  const IVec high = IVec{} + int32_t(0xffff0000);
-  return (Vec)(a & high) * (Vec)(b & high) + ((Vec)(a << 16) * (Vec)(b << 16) + sum);
+  const I high = I{} + int32_t(0xffff0000);
+  return (F)(a & high) * (F)(b & high) + ((F)(a << 16) * (F)(b << 16) + sum);
 #endif
 }
 
