@@ -17,7 +17,6 @@ import logging
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -28,16 +27,8 @@ from engine.core import Engine, StepOutput
 from engine.errors import EngineError, EngineUnavailable, InvalidRequest, RequestFailed
 from engine.flight import Abort, Add, EventStream, Flight, Look, Message, Stop, settle
 from engine.idle import IdleWork
-from engine.types import (
-    AuditStats,
-    EngineInfo,
-    Failed,
-    Finished,
-    FinishReason,
-    Request,
-    StepStats,
-    Tokens,
-)
+from engine.stats import AuditStats, StepStats
+from engine.types import EngineInfo, Failed, Finished, FinishReason, Request, Tokens
 
 logger = logging.getLogger(__name__)
 
@@ -196,7 +187,7 @@ class AsyncEngine:
         try:
             while self._read_inbox(built.engine, idle):
                 if built.engine.has_work:
-                    output = _step(built)
+                    output = built.step()
                     idle.observe(output.events)
                     self._tell(self._deliver, output)
                 elif (found := idle.step()) is not None:
@@ -283,15 +274,6 @@ class AsyncEngine:
             self._land(flight)
         for answer in list(self._looks):
             settle(answer, error)
-
-
-def _step(built: BuiltEngine) -> StepOutput:
-    """One step, and afterwards a look at whether its threads had cores."""
-    output, threads = built.engine.step(), built.threads
-    if threads is None or output.stats is None:
-        return output
-    threads.look()
-    return replace(output, stats=threads.note(output.stats))
 
 
 def _look(engine: Engine) -> dict[str, Any] | RequestFailed:

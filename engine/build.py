@@ -15,7 +15,7 @@ from engine.control.adaptive import AdaptivePlanner
 from engine.control.costs import CostModel
 from engine.control.options import Mode, PlannerOptions
 from engine.control.planner import ShieldedPlanner
-from engine.core import Engine, EngineParts
+from engine.core import Engine, EngineParts, StepOutput
 from engine.draft import registry
 from engine.draft.build import load_models, make_portfolio
 from engine.draft.drafter import Advisor
@@ -48,6 +48,14 @@ class BuiltEngine:
     rules: RequestRules
     idle: IdleTask | None = None
     threads: ThreadWatch | None = None
+
+    def step(self) -> StepOutput:
+        """One step of the engine, and afterwards a look at whether its threads had cores."""
+        output = self.engine.step()
+        if self.threads is None or output.stats is None:
+            return output
+        self.threads.look()
+        return replace(output, stats=self.threads.note(output.stats))
 
 
 def build_engine(

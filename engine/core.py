@@ -26,16 +26,10 @@ from engine.model.passes import Pass, Runner
 from engine.scheduler import Scheduler, StepPlan
 from engine.sequence import Sequence, Status
 from engine.statistics import completed, step_stats
+from engine.stats import StepStats
 from engine.status import describe, report
 from engine.step_view import view_step
-from engine.types import (
-    Event,
-    Failed,
-    Finished,
-    FinishReason,
-    Request,
-    StepStats,
-)
+from engine.types import Event, Failed, Finished, FinishReason, Request
 
 logger = logging.getLogger(__name__)
 _STEP_FAILED = "The step that served this request failed: "

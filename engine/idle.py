@@ -7,7 +7,8 @@ from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from typing import Protocol, TypeVar
 
-from engine.types import AuditStats, Event, Request
+from engine.stats import AuditStats
+from engine.types import Event, Request
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from engine.draft.drafter import DraftProposal, Verdict
 from engine.laps import Laps
 from engine.scheduler import Scheduler, StepPlan
-from engine.types import SpeculationReport, StepStats
+from engine.stats import SpeculationReport, StepStats
 
 
 def step_stats(

@@ -11,7 +11,7 @@ from engine.control.options import Mode, OffReason
 from engine.control.planner import Planner, ShieldedPlanner
 from engine.load import Load
 from engine.meter.meter import Meter
-from engine.types import SpeculationReport
+from engine.stats import SpeculationReport
 
 _BATCHES = (1, 2, 4, 8, 16, 32, 64)
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)

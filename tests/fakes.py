@@ -30,6 +30,7 @@ from engine.draft.drafter import Drafter
 from engine.draft.portfolio import DrafterPortfolio
 from engine.model.loader import LoadedModel
 from engine.model.passes import Pass, check_layers, start_timer
+from engine.stats import StepStats
 from engine.status import adaptive
 from engine.types import (
     Event,
@@ -40,7 +41,6 @@ from engine.types import (
     Request,
     SamplingParams,
     SpeculationParams,
-    StepStats,
     TokenLogprobs,
     Tokens,
 )

@@ -18,7 +18,7 @@ PACKAGES = ("engine", "server", "loadtest")
 #: Lowest first. A module imports its own layer's package, or what is in a layer below.
 LAYERS = (
     {"engine.errors", "engine.model.paths"},
-    {"engine.types", "engine.config"},
+    {"engine.types", "engine.config", "engine.stats"},
     {"engine.cache", "engine.sampling"},
     {"engine.sequence", "engine.rules", "engine.admission", "engine.flight", "engine.verification"}
     | {"engine.idle"},
@@ -40,7 +40,13 @@ LAYERS = (
 )
 
 #: What the server may know of the engine.
-SERVER_MAY = {"engine.types", "engine.config", "engine.errors", "engine.async_engine"}
+SERVER_MAY = {
+    "engine.types",
+    "engine.stats",
+    "engine.config",
+    "engine.errors",
+    "engine.async_engine",
+}
 #: ... and what single parts of it need besides: modules that are light, or imported on demand.
 SERVER_MAY_ALSO = {
     ("server.cli.commands", "engine.model.sources"),
@@ -74,6 +80,7 @@ WITHOUT_TORCH = (
     "engine.scheduler",
     "engine.sequence",
     "engine.statistics",
+    "engine.stats",
     "engine.step_view",
     "engine.types",
 )
@@ -81,7 +88,9 @@ WITHOUT_TORCH = (
 MAX_FILE, MAX_FUNCTION, MAX_ARGUMENTS = 300, 50, 6
 
 #: What may be larger, and why.
-LARGE_FILES: dict[str, str] = {}
+LARGE_FILES: dict[str, str] = {
+    "server/cli/settings.py": "a table of all settings; two tables would be two places to look",
+}
 LARGE_FUNCTIONS: dict[str, str] = {}
 MANY_ARGUMENTS: dict[str, str] = {}
 

@@ -24,7 +24,8 @@ from engine.errors import (
 )
 from engine.flight import Stop
 from engine.model.passes import Pass
-from engine.types import Event, Failed, Finished, FinishReason, StepStats, Tokens
+from engine.stats import StepStats
+from engine.types import Event, Failed, Finished, FinishReason, Tokens
 from tests.fakes import Around, ask, make_config, make_engine
 from tests.test_core_limits import greedy_text
 

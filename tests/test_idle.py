@@ -10,7 +10,8 @@ import pytest
 from engine.async_engine import AsyncEngine
 from engine.build import BuiltEngine
 from engine.idle import IdleWork
-from engine.types import AuditStats, Event, Finished, Request, StepStats
+from engine.stats import AuditStats, StepStats
+from engine.types import Event, Finished, Request
 from tests.fakes import ask, make_config, make_engine
 
 

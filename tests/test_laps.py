@@ -21,7 +21,7 @@ from engine.laps import Laps
 from engine.meter.gain import Gain
 from engine.model.passes import Pass
 from engine.sampling import Draw, Drawn, RowSampler
-from engine.types import StepStats
+from engine.stats import StepStats
 from tests.fakes import Around, FakeRunner, Run, ask, make_engine
 from tests.tiny_models import EOS, VOCAB
 

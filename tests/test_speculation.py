@@ -16,8 +16,9 @@ from engine.control.planner import FixedPlanner, ShieldedPlanner
 from engine.core import Engine
 from engine.errors import EngineUnavailable, RequestFailed
 from engine.meter.meter import Meter
+from engine.stats import SpeculationReport, StepStats
 from engine.status import describe, report
-from engine.types import SpeculationParams, SpeculationReport, StepStats
+from engine.types import SpeculationParams
 from server.api.speculation import SpeculationStatus
 from tests.drafters import ScriptedDrafter
 from tests.fakes import Run, ask, make_engine, run

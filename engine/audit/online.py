@@ -23,16 +23,8 @@ from engine.core import Engine
 from engine.draft.portfolio import DrafterPortfolio
 from engine.meter.meter import Meter
 from engine.scheduler import Scheduler
-from engine.types import (
-    AuditStats,
-    Event,
-    Failed,
-    Finished,
-    FinishReason,
-    Request,
-    SpeculationParams,
-    Tokens,
-)
+from engine.stats import AuditStats
+from engine.types import Event, Failed, Finished, FinishReason, Request, SpeculationParams, Tokens
 
 logger = logging.getLogger(__name__)
 

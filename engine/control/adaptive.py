@@ -24,7 +24,7 @@ from engine.load import Load, loads_of
 from engine.meter.gain import Basis, Gain
 from engine.scheduler import ScheduledSequence, StepPlan
 from engine.sequence import Sequence, Status
-from engine.types import StepStats
+from engine.stats import StepStats
 
 #: Drafts begin where they are expected to save this share of a step, and go on while they save
 #: anything: near the border the noise of estimates would switch back and forth.
@@ -251,7 +251,8 @@ class AdaptivePlanner:
             if step.whole == step.decode:
                 self.prober.plain(batch, self.steps)
         seconds = stats.seconds + stats.between_seconds
-        self.prober.pass_time(seconds, gain.plain_seconds or seconds)
+        plain = gain.plain_seconds or self.costs.plain_seconds(step.decode)
+        self.prober.pass_time(seconds, plain)
 
     def _learn_costs(self, step: _Step, drafted: list[int], stats: StepStats) -> None:
         costs, batch, total = self.costs, step.decode.batch, sum(drafted)

@@ -18,9 +18,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
-from engine.control.costs import COUNTS, CostModel, Floats, Ints
+from engine.control.costs import COUNTS, CostModel, Floats
 from engine.load import Load
+
+Ints = NDArray[np.int64]
 
 #: Draft lengths up to which a queue of a drafter with rounds may reach.
 _MOST_ROUNDS = (1, 2, 3, 4, 6, 8, 12, 16)

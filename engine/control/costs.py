@@ -7,8 +7,7 @@ sampling, pages, what happens between steps). The pass is predicted as
 
 where curve and terms are calibrated at start. `scale` follows every pass, so that another process
 or a clock that drops concerns all sizes at once; `correction` is one factor for each octave of
-rows, straight in between. Both follow the same error: two estimates of one product that each
-followed an error of its own would pull at each other for ever.
+rows, straight in between. Both follow the same error, or they would pull at each other for ever.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from engine.control.calibration import ASSUMED, Calibration
 from engine.load import Load
 
 Floats = NDArray[np.float64]
-Ints = NDArray[np.int64]
 
 #: 0, 1, 2, ...: parts of it are read, never written.
 COUNTS: Floats = np.arange(1 << 16, dtype=np.float64)
@@ -33,11 +31,15 @@ COUNTS: Floats = np.arange(1 << 16, dtype=np.float64)
 _SMALLEST_ERROR = 0.02
 _MOST_ERRORS = 3.0
 
+#: Shares of an error that the scale of all passes and that of an octave correct: most changes
+#: concern all sizes.
+_GAIN, _OCTAVE_GAIN = 0.1, 0.03
+
 #: The table is made anew once its factors have moved by this much.
 _STALE = 0.005
 
-#: What one sample of the time that draft tokens add outside of passes counts after the next one,
-#: and a multiple of the usual time beyond which that time holds a pause.
+#: What a sample of the time that draft tokens add outside of passes counts after the next one, and
+#: a multiple of the usual time beyond which that time holds a pause.
 _KEEP = 0.98
 _PAUSE = 2.0
 
@@ -51,9 +53,8 @@ _MANY_ROWS = 128
 class Terms:
     """seconds = sum of weights[i] * features[i], with weights that stay above 0.
 
-    An error is taken back by the terms in proportion to their share, so that a term that was not
-    involved does not move and none changes sign. Unlike least squares with forgetting it cannot
-    run away while the features stand still.
+    An error is taken back by the terms in proportion to their share, so that one that was not
+    involved does not move, and nothing runs away while the features stand still.
 
     Args:
         weights: initial values, above 0.
@@ -96,24 +97,19 @@ class Terms:
 
 
 class VerifyCost:
-    """Seconds of the target's pass, which verifies; an `engine.budget.PassCost`.
-
-    Args:
-        calibration: where learning starts from.
-        most_rows: most query tokens of a pass.
-    """
+    """Seconds of the target's pass over at most `most_rows` query tokens, which verifies; it is an
+    `engine.budget.PassCost`. Learning starts from `calibration`."""
 
     def __init__(self, calibration: Calibration, most_rows: int) -> None:
-        rows = np.arange(most_rows + 1)
         self._curve = np.array([calibration.rows_seconds(n) for n in range(most_rows + 1)])
-        self._octave = np.log2(np.maximum(rows, 1))
+        self._octave = np.log2(np.maximum(COUNTS[: most_rows + 1], 1.0))
         self._corrections = np.zeros(int(self._octave[-1]) + 2)  # logarithms, by octave
         self._terms = (
             calibration.sequence_seconds,
             calibration.context_seconds,
             calibration.attention_seconds,
         )
-        self._scale = Terms((1.0,), known=calibration.measured)
+        self._scale = Terms((1.0,), known=calibration.measured, gain=_GAIN)
         # A curve that ends early, on a machine too busy to get further, says nothing of prompts.
         self._known = calibration.measured and calibration.curve[-1][0] >= _ENOUGH_ROWS
         self._table = self._curve.copy()
@@ -156,8 +152,8 @@ class VerifyCost:
         settled = self._scale.count >= 3
         error = self._scale.update((predicted,), seconds)
         if settled:
-            own += 0.1 * error * curve / predicted * shares
-            self._moved += 0.1 * abs(error)
+            own += _OCTAVE_GAIN * error * curve / predicted * shares
+            self._moved += _OCTAVE_GAIN * abs(error)
 
     @property
     def terms(self) -> tuple[float, float, float]:
@@ -180,10 +176,8 @@ class VerifyCost:
 
 class DraftCost:
     """Seconds one drafter takes to propose: per call, sequence, round, token and token read, and
-    the passes of its model.
-
-    A drafter that runs a model makes a pass in each round over one token of each sequence that
-    still drafts; a round of average size stands for all of them.
+    the passes of its model, one in each round over one token of each sequence that still drafts; a
+    round of average size stands for all of them.
 
     Args:
         calibration: what a pass of the drafter's model costs; None if it runs none, or it is
@@ -214,8 +208,7 @@ class DraftCost:
         return self._terms.weights[4]
 
     def seconds(self, sequences: Floats, rounds: Floats, tokens: Floats) -> Floats:
-        """Elementwise: for so many sequences that draft, rounds, and tokens altogether; for
-        nobody it is nothing."""
+        """Elementwise: for so many sequences that draft, rounds, and tokens altogether."""
         call, sequence, each, token, _, passes = self._terms.weights
         result = sequence * sequences
         result += token * tokens
@@ -281,8 +274,7 @@ class CostModel:
 
     @property
     def extra(self) -> float:
-        """Seconds outside of pass and drafting that a draft token adds: longer sampling, more to
-        hand over; never negative."""
+        """Seconds outside of pass and drafting that a draft token adds; never negative."""
         return max(self._extra_seconds / self._extra_tokens, 0.0)
 
     def plain_seconds(self, load: Load) -> float:

@@ -13,7 +13,7 @@ from engine.draft.drafter import Advisor, NoAdvice, Verdict
 from engine.meter.gain import Gain
 from engine.scheduler import StepPlan
 from engine.sequence import Sequence
-from engine.types import StepStats
+from engine.stats import StepStats
 
 logger = logging.getLogger(__name__)
 

@@ -29,7 +29,7 @@ from engine.meter.baseline import Baseline
 from engine.meter.gain import Basis, Gain
 from engine.scheduler import StepPlan
 from engine.sequence import Sequence, Status
-from engine.types import StepStats
+from engine.stats import StepStats
 
 _BLOCK_STEPS = 64
 _BLOCKS = 64

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from engine.types import StepStats
+from engine.stats import StepStats
 
 logger = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from engine.types import SpeculationReport, StepStats
+from engine.stats import SpeculationReport, StepStats
 from server.logs import FIELDS
 
 logger = logging.getLogger("specserve.load")

@@ -25,7 +25,7 @@ import uvicorn
 from engine.async_engine import AsyncEngine
 from engine.config import EngineConfig
 from engine.errors import EngineError, EngineUnavailable
-from engine.types import StepStats
+from engine.stats import StepStats
 from server.api.app import create_app
 from server.api.connection import ConnectionLimits, connection_class
 from server.api.context import ServerContext

@@ -22,7 +22,8 @@ from prometheus_client import (
     generate_latest,
 )
 
-from engine.types import AuditStats, EngineInfo, SamplingParams, SequenceStats, StepStats
+from engine.stats import AuditStats, StepStats
+from engine.types import EngineInfo, SamplingParams, SequenceStats
 from server.metrics.steps import Instruments, StepMetrics
 
 _SECONDS = (

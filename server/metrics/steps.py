@@ -14,7 +14,8 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from engine.types import EngineInfo, SpeculationReport, StepStats
+from engine.stats import SpeculationReport, StepStats
+from engine.types import EngineInfo
 
 _STEP_SECONDS = (0.0001, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
 _STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)

@@ -25,8 +25,9 @@ from engine.meter.gain import Gain
 from engine.meter.meter import Meter
 from engine.scheduler import ScheduledSequence, StepPlan
 from engine.sequence import Sequence, Status
+from engine.stats import StepStats
 from engine.sweep import calibrate
-from engine.types import Request, SamplingParams, StepStats
+from engine.types import Request, SamplingParams
 
 PROMPT = 64
 

@@ -19,7 +19,7 @@ from engine.draft.drafter import NoAdvice, Verdict
 from engine.load import Load
 from engine.scheduler import StepPlan
 from engine.sequence import Sequence
-from engine.types import StepStats
+from engine.stats import StepStats
 from tests.control.simulator import (
     A10,
     H200,

@@ -59,7 +59,7 @@ def play(
         known = portfolio.outlook("lookup", sequence)
         plan = decodes(sequence)
         (length,) = planner.choose(plan).lengths
-        draft = portfolio.propose([sequence], [length]).tokens[0]
+        draft = portfolio.propose([sequence], [length], ["lookup"]).tokens[0]
         accepted = 0
         while accepted < len(draft) and draft[accepted] == text[at + accepted]:
             accepted += 1

@@ -15,7 +15,7 @@ from engine.config import ModelConfig
 from engine.model import sources
 from engine.model.loader import LoadedModel, load_model
 from engine.sequence import Sequence
-from engine.types import SpeculationReport
+from engine.stats import SpeculationReport
 from server.cli.settings import Settings
 from tests.drafters import ScriptedDrafter
 from tests.fakes import Run, ask, make_engine

@@ -15,7 +15,8 @@ from engine.build import BuiltEngine, assemble
 from engine.config import EngineConfig, ModelConfig
 from engine.errors import ConfigurationError
 from engine.judge import Judge
-from engine.types import AuditStats, Event, Finished, Request, SamplingParams, StepStats
+from engine.stats import AuditStats, StepStats
+from engine.types import Event, Finished, Request, SamplingParams
 from server.cli.settings import Settings
 from server.metrics.registry import Metrics
 from tests.drafters import ScriptedDrafter

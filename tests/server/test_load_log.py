@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from engine.types import SpeculationReport
+from engine.stats import SpeculationReport
 from server.cli.load_log import LoadLog
 from server.logs import FIELDS, JsonFormatter, TextFormatter
 from tests.server.test_metrics import STEP

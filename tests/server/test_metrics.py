@@ -12,7 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from engine.errors import CorruptedLogits, RequestFailed
-from engine.types import SpeculationReport, StepStats
+from engine.stats import SpeculationReport, StepStats
 from server.api.app import create_app
 from server.metrics.registry import Metrics
 from tests.server.support import (
