@@ -1,4 +1,4 @@
-"""The planner on simulated machines and texts: its time over the best fixed draft length in hindsight.
+"""The planner on simulated machines and texts: its time over the best fixed draft length.
 
     python -m benchmarks.regret              # 108 runs, some five minutes on one core
     python -m benchmarks.regret --batch 1    # 36 of them

@@ -159,7 +159,7 @@ class AsyncEngine:
             self._inbox.put(Abort(request_id, choice, reason))
 
     async def speculation(self) -> dict[str, Any]:
-        """What `engine.control.status` tells between two steps.
+        """What `engine.status` tells between two steps.
 
         Raises:
             EngineUnavailable: the engine is not ready, or ends before it can answer.

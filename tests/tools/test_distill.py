@@ -67,7 +67,7 @@ def options(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Options:
         out=place / "draft",
         text=place / "text",
         layers=2,
-        tokens=4_000,
+        tokens=6_000,
         epochs=8,
         threads=1,
         learning_rate=1e-2,
