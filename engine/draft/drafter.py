@@ -148,11 +148,6 @@ class Advisor(Protocol):
         if it has nothing to offer. A drafter without an opinion always says 0."""
         ...
 
-    def preview(self, name: str, sequence: Sequence, length: int) -> list[int] | None:
-        """What a drafter would draft, to be scored after the fact. None: it costs too much to
-        say, and must be tried."""
-        ...
-
     def backlog(self, name: str, sequence: Sequence) -> int:
         """Tokens a drafter would have to catch up with before it drafts."""
         ...
@@ -164,10 +159,6 @@ class NoAdvice:
     def outlook(self, name: str, sequence: Sequence) -> int | None:
         """See `Advisor.outlook`."""
         return 0
-
-    def preview(self, name: str, sequence: Sequence, length: int) -> list[int] | None:
-        """See `Advisor.preview`."""
-        return None
 
     def backlog(self, name: str, sequence: Sequence) -> int:
         """See `Advisor.backlog`."""

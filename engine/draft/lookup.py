@@ -96,10 +96,6 @@ class LookupDrafter:
             return None
         return min(_LONGEST, (length - self.min_match).bit_length())
 
-    def preview(self, sequence: Sequence, length: int) -> list[int]:
-        """What it would draft now, for scoring: it leaves no trace, whatever is drafted."""
-        return self._look_up(self._catch_up(sequence), length)[0]
-
     def _draft(self, sequence: Sequence, length: int) -> list[int]:
         if length == 0:
             return []

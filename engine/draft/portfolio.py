@@ -68,11 +68,6 @@ class DrafterPortfolio:
         bucket: int | None = self._ask(name, "outlook", 0, sequence)
         return bucket if name in self._drafters else None
 
-    def preview(self, name: str, sequence: Sequence, length: int) -> list[int] | None:
-        """See `Advisor.preview`."""
-        draft: list[int] | None = self._ask(name, "preview", None, sequence, length)
-        return draft
-
     def backlog(self, name: str, sequence: Sequence) -> int:
         """See `Advisor.backlog`."""
         tokens: int = self._ask(name, "backlog", 0, sequence)

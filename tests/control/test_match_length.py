@@ -22,16 +22,13 @@ VOCAB = 12
 
 
 class Blind(NoAdvice):
-    """Lets the planner score drafts, and keeps from it what they rest on."""
+    """Tells the planner that there is something to offer, and keeps from it what that rests on."""
 
     def __init__(self, portfolio: DrafterPortfolio) -> None:
         self._portfolio = portfolio
 
     def outlook(self, name: str, sequence: Sequence) -> int | None:
         return None if self._portfolio.outlook(name, sequence) is None else 0
-
-    def preview(self, name: str, sequence: Sequence, length: int) -> list[int] | None:
-        return self._portfolio.preview(name, sequence, length)
 
 
 def some(dice: random.Random, count: int) -> list[int]:

@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from server.configure import load_settings
 
 from engine import prepare
 from engine.build import BuiltEngine, assemble
@@ -19,6 +18,7 @@ from engine.draft.entry import DrafterContext, DrafterEntry, OwnModel
 from engine.draft.model import ModelDrafter, make_drafter
 from engine.errors import ConfigurationError, InvalidRequest
 from engine.types import SpeculationParams
+from server.cli.configure import load_settings
 from server.cli.doctor import _drafter as drafter_findings
 from server.cli.settings import Settings
 from tests.drafters import ScriptedDrafter

@@ -245,17 +245,6 @@ def test_the_outlook_tells_source_and_length() -> None:
     assert drafter.outlook(predicted) == PREDICTED
 
 
-def test_a_preview_is_the_draft_and_leaves_no_trace() -> None:
-    drafter, twin = LookupDrafter(), LookupDrafter()
-    predicted = sequence((1, 2, 3, 1, 2), prediction=(8, 9, 10))
-    plain = sequence((1, 2, 3, 1, 2))
-    for one in (predicted, plain):
-        preview = drafter.preview(one, 3)
-        assert preview == twin.propose([one], [3]).tokens[0]
-    drafter.observe(seen([predicted], [Verdict([5], 0, 0)]))
-    assert predicted.rejected_prediction_tokens == predicted.accepted_prediction_tokens == 0
-
-
 def test_without_a_store_nothing_is_kept() -> None:
     drafter = LookupDrafter()
     answered(drafter, QUESTION, list(ANSWER))
