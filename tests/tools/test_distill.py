@@ -67,7 +67,8 @@ def options(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Options:
         out=place / "draft",
         text=place / "text",
         layers=2,
-        tokens=6_000,
+        tokens=4_000,
+        seed=1,  # how much is learnt from so few texts differs: 0.13 to 0.47 of agreement in four tries
         epochs=8,
         threads=1,
         learning_rate=1e-2,
