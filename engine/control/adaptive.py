@@ -45,6 +45,7 @@ class _Step:
         lengths: of every sequence.
         why_not: by decoding sequence without a draft.
         probed: sequences whose draft should not pay.
+        token_seconds: what a token is worth.
     """
 
     plan: StepPlan
@@ -55,6 +56,7 @@ class _Step:
     used: dict[int, Line] = field(default_factory=dict)
     why_not: dict[int, OffReason] = field(default_factory=dict)
     probed: set[int] = field(default_factory=set)
+    token_seconds: float = 0.0
 
     def draft(self, line: Line, length: int) -> None:
         """Has a line draft for its sequence."""
@@ -206,9 +208,11 @@ class AdaptivePlanner:
             return
         name, group = sorted(groups.items())[self.steps % len(groups)]
         if self.prober.pay(*self._price(step, best, name, group)):
+            step.probed = {line.index for line in group}
+            step.token_seconds = best.token_seconds
+            sequences = [step.plan.scheduled[line.index].sequence for line in group]
+            self.prober.probed(sequences, self.steps)
             for line in group:
-                self.prober.probed(step.plan.scheduled[line.index].sequence, self.steps)
-                step.probed.add(line.index)
                 step.draft(line, 1)
 
     def _price(
@@ -279,7 +283,7 @@ class AdaptivePlanner:
                 continue
             self.acceptance.learn(sequence, line.drafter, line.bucket, verdict)
             if index in step.probed and verdict.accepted:
-                self.prober.succeeded(sequence, self.steps)
+                self.prober.succeeded(sequence, self.steps, step.token_seconds)
 
 
 def _refusal(scheduled: ScheduledSequence) -> OffReason | None:

@@ -32,8 +32,8 @@ _SMALLEST_ERROR = 0.02
 _MOST_ERRORS = 3.0
 
 #: Shares of an error that the scale of all passes and that of an octave correct: most changes
-#: concern all sizes.
-_GAIN, _OCTAVE_GAIN = 0.1, 0.03
+#: concern all sizes, but where nothing was calibrated each octave has much to learn.
+_GAIN, _OCTAVE_GAIN, _UNKNOWN_GAIN = 0.1, 0.03, 0.1
 
 #: The table is made anew once its factors have moved by this much.
 _STALE = 0.005
@@ -110,6 +110,7 @@ class VerifyCost:
             calibration.attention_seconds,
         )
         self._scale = Terms((1.0,), known=calibration.measured, gain=_GAIN)
+        self._gain = _OCTAVE_GAIN if calibration.measured else _UNKNOWN_GAIN
         # A curve that ends early, on a machine too busy to get further, says nothing of prompts.
         self._known = calibration.measured and calibration.curve[-1][0] >= _ENOUGH_ROWS
         self._table = self._curve.copy()
@@ -152,8 +153,8 @@ class VerifyCost:
         settled = self._scale.count >= 3
         error = self._scale.update((predicted,), seconds)
         if settled:
-            own += _OCTAVE_GAIN * error * curve / predicted * shares
-            self._moved += _OCTAVE_GAIN * abs(error)
+            own += self._gain * error * curve / predicted * shares
+            self._moved += self._gain * abs(error)
 
     @property
     def terms(self) -> tuple[float, float, float]:

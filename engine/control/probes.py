@@ -9,6 +9,7 @@ predicted for them, to an account that fills with one per cent of the time that 
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 
 from engine.load import cell_of
@@ -41,10 +42,12 @@ _OLD = 64
 
 @dataclass(slots=True)
 class _Wait:
-    """When a sequence may be probed again, and how long it waits if that fails."""
+    """When a sequence may be probed again, how long it waits if that fails, and its part of what
+    was paid."""
 
     due: int = 0
     pause: int = _PAUSE
+    paid: float = 0.0
 
 
 class Prober:
@@ -61,6 +64,7 @@ class Prober:
     def __init__(self, seed: int = 0) -> None:
         self.credit = self.spent = 0.0
         self._open = self._cheap = False
+        self._paid = 0.0  # for the last probe
         self._lottery = random.Random(seed)
         self._waits: dict[Sequence, _Wait] = {}
         self._plain: dict[int, tuple[int, int]] = {}  # by cell: plain steps, and the last of them
@@ -88,17 +92,27 @@ class Prober:
             return False
         self.credit -= loss
         self.spent += loss
+        self._paid = loss
         return True
 
-    def probed(self, sequence: Sequence, step: int) -> None:
-        """Lets a sequence wait for its next probe."""
+    def probed(self, sequences: Seq[Sequence], step: int) -> None:
+        """Lets those who share the probe that was just paid wait for their next one."""
+        for sequence in sequences:
+            self._wait(sequence, step, self._paid / len(sequences))
+
+    def _wait(self, sequence: Sequence, step: int, paid: float) -> None:
         wait = self._waits.setdefault(sequence, _Wait())
+        wait.paid = paid
         wait.due = step + wait.pause
         wait.pause = _PAUSE if self._cheap else min(2 * wait.pause, _LONGEST_PAUSE)
 
-    def succeeded(self, sequence: Sequence, step: int) -> None:
-        """A probe was accepted: the next one need not wait."""
+    def succeeded(self, sequence: Sequence, step: int, worth: float) -> None:
+        """A probe was accepted: it has brought a token, which is worth so many seconds, and the
+        next one need not wait."""
         wait = self._waits[sequence]
+        back, wait.paid = min(wait.paid, worth), 0.0
+        self.credit += back
+        self.spent -= back
         wait.due, wait.pause = step + _AGAIN, _PAUSE
 
     def shadow(self, batch: int, step: int, loss: float | None) -> bool:

@@ -53,7 +53,7 @@ def test_dear_probes_that_fail_grow_rare_and_cheap_ones_do_not() -> None:
         for step in range(1, 600):
             prober.pass_time(1.0, 1.0)
             if prober.due(sequence, step) and prober.pay(price, 0.0):
-                prober.probed(sequence, step)
+                prober.probed([sequence], step)
                 waits.append(step - last)
                 last = step
         assert max(waits) >= longest
@@ -64,16 +64,20 @@ def test_one_that_succeeds_is_soon_followed_by_another() -> None:
     prober, sequence, step = opened(1000), make_sequence(), 100
     for _ in range(4):
         assert prober.pay(0.5, 0.0)
-        prober.probed(sequence, step)
+        prober.probed([sequence], step)
         assert not prober.due(sequence, step + 3)
         step += 32
-    prober.succeeded(sequence, step)
+    before = prober.credit
+    prober.succeeded(sequence, step, worth=0.3)
     assert prober.due(sequence, step + 3)
+    assert prober.credit == before + 0.3  # what the token was worth comes back, once
+    prober.succeeded(sequence, step, worth=0.3)
+    assert prober.credit == before + 0.3
 
 
 def test_sequences_that_end_are_forgotten() -> None:
     prober, sequence = opened(), make_sequence()
-    prober.probed(sequence, 1)
+    prober.probed([sequence], 1)
     assert prober.num_sequences == 1
     prober.release(sequence)
     prober.release(sequence)
