@@ -165,6 +165,25 @@ def test_statistics_say_how_many_compute() -> None:
     assert (noted.threads, noted.waiting_threads) == (1, watch.waiting)
 
 
+def test_the_kernel_tells_what_threads_of_a_pass_got() -> None:
+    """For real: the threads that torch starts are found, and they have run; so are others that
+    this process had before."""
+    found = []
+
+    def compute() -> None:
+        watch = ThreadWatch(3, apply=torch.set_num_threads)
+        matrix = torch.ones(700, 700)
+        for _ in range(10):
+            matrix @ matrix
+        found.append(watch._read())
+
+    thread = threading.Thread(target=compute)
+    thread.start()
+    thread.join()
+    (times,) = found
+    assert sum(ran > 0 for ran, _ in times.values()) >= 3
+
+
 def test_trying_out_ends_and_leaves_this_thread_alone() -> None:
     before = torch.get_num_threads()
     threads, waiting = try_out(2)
