@@ -31,7 +31,11 @@ _LEAST_LOSS = 0.25
 _PAUSE = 4
 _LONGEST_PAUSE = 32
 _CHEAP = 0.01
-_AGAIN = 3  # after one that succeeded
+
+#: Of a probe that succeeded: steps until the next one, and the part of its price, as far as its
+#: token was worth it, that comes back.
+_AGAIN = 3
+_BACK = 0.6
 
 #: Probability of a shadow step while a batch size has seen few plain steps, or none lately.
 _ENOUGH = 8
@@ -108,9 +112,10 @@ class Prober:
 
     def succeeded(self, sequence: Sequence, step: int, worth: float) -> None:
         """A probe was accepted: it has brought a token, which is worth so many seconds, and the
-        next one need not wait."""
+        next one need not wait. Who had waited long gets most of it back for that one; where probes
+        succeed all the time and drafts still do not pay, they would be repeated for nothing."""
         wait = self._waits[sequence]
-        back, wait.paid = min(wait.paid, worth), 0.0
+        back, wait.paid = _BACK * min(wait.paid, worth) * (wait.pause > _PAUSE), 0.0
         self.credit += back
         self.spent -= back
         wait.due, wait.pause = step + _AGAIN, _PAUSE

@@ -16,9 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from engine import verification
 from engine.judge import Judge
-from engine.sampling import Chance, Outcome, Purpose
+from engine.sampling import Chance, Outcome, Purpose, sampler
 from engine.sampling.verify import Rows
 from engine.types import Request, SamplingParams
 from tests.fakes import Setup
@@ -177,8 +176,8 @@ def of_rows(broken: Rule) -> Callable[[Rows, Sequence[int], Tensor, Chance], Out
 def test_a_broken_rule_is_noticed(
     rule: str, breaks: Callable[[Rule], Rule], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    broken = of_rows(breaks(verification._RULES[rule]))
-    monkeypatch.setitem(verification._RULES, rule, broken)
+    broken = of_rows(breaks(sampler._RULES[rule]))
+    monkeypatch.setitem(sampler._RULES, rule, broken)
     built = engine_of(ROOMY, rule, drafter=TableDrafter(), max_draft=3)
     assert not counted(built, 4000 if breaks is bonus_from_last_row else 1500)
 
@@ -202,8 +201,8 @@ def test_a_missing_bonus_costs_a_pass(rule: str, monkeypatch: pytest.MonkeyPatch
         outcome = honest(p, x, q, chance)
         return Outcome(len(x) - 1, x[-1]) if outcome.accepted == len(x) else outcome
 
-    honest = verification._RULES[rule]
-    monkeypatch.setitem(verification._RULES, rule, bonusless)
+    honest = sampler._RULES[rule]
+    monkeypatch.setitem(sampler._RULES, rule, bonusless)
     assert passes() > 1.1 * sound
 
 
