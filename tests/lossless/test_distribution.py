@@ -234,9 +234,9 @@ def test_block_verification_keyed_by_position_is_noticed(
 ) -> None:
     """It looks at noise of positions that it leaves to the next step; theirs must be new."""
     if who == "coins":
-        chance = verification.KeyedChance
+        chance = sampler.KeyedChance
         monkeypatch.setattr(
-            verification, "KeyedChance", lambda seed, choice, at, _: chance(seed, choice, at)
+            sampler, "KeyedChance", lambda seed, choice, at, _: chance(seed, choice, at)
         )
     table = torch.tensor([[0.9, 0.1, 0.0, 0.0]] * V, dtype=torch.float64)
     drafter = TableDrafter(table, keyed_by_step=who != "drafts")
