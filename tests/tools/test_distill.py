@@ -68,8 +68,6 @@ def options(target: Path, tmp_path_factory: pytest.TempPathFactory) -> Options:
         text=place / "text",
         layers=2,
         tokens=4_000,
-        # So few texts teach more or less: in four tries agreement grew by 0.13 to 0.47.
-        seed=1,
         epochs=8,
         threads=1,
         learning_rate=1e-2,
@@ -97,7 +95,9 @@ def test_the_draft_model_learns(outcome: tuple[Agreement, list[Agreement]]) -> N
     assert trained == last
     assert len(epochs) == 8
     assert len(trained.texts) > 1
-    assert trained.share > untrained.share + 0.2
+    # Which answers are done first, and so are learnt from, depends on time: in seven runs agreement
+    # grew by 0.13 to 0.47. Chance alone moves it by 0.04 in some 700 tokens.
+    assert trained.share > untrained.share + 0.1
     assert trained.tokens_per_pass(4) > untrained.tokens_per_pass(4)
 
 
