@@ -95,9 +95,7 @@ def test_the_draft_model_learns(outcome: tuple[Agreement, list[Agreement]]) -> N
     assert trained == last
     assert len(epochs) == 8
     assert len(trained.texts) > 1
-    # Which answers are done first, and so are learnt from, depends on time: in seven runs agreement
-    # grew by 0.13 to 0.47. Chance alone moves it by 0.04 in some 700 tokens.
-    assert trained.share > untrained.share + 0.1
+    assert trained.share > untrained.share + 0.2
     assert trained.tokens_per_pass(4) > untrained.tokens_per_pass(4)
 
 

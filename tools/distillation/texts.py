@@ -134,7 +134,7 @@ def write_texts(options: Options, progress: Progress) -> list[Text]:
     longest = min(own.get("max_position_embeddings", CONTEXT), CONTEXT)
     config = EngineConfig(
         ModelConfig(str(options.target), max_model_len=longest),
-        scheduler=SchedulerConfig(max_sequences=STREAMS),
+        scheduler=SchedulerConfig(decode_stretch=0, max_sequences=STREAMS),
         speculation=SpeculationConfig(mode="off", drafter="none"),
         threads=options.threads,
     )
