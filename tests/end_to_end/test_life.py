@@ -72,7 +72,9 @@ def test_health_turns_good_when_the_model_is_ready(serve_tiny: Serve, tmp_path: 
         go_on()
         wait_until(lambda: get(server.url + "/health").is_success)
         assert get(server.url + "/health").json() == {"status": "ok"}
-        assert server.complete({"prompt": "x", "ignore_eos": True})["usage"]["completion_tokens"] == 16
+        assert (
+            server.complete({"prompt": "x", "ignore_eos": True})["usage"]["completion_tokens"] == 16
+        )
         assert server.metrics()["specserve_engine_up"] == 1
         assert "falls back" in server.log.read_text()
 

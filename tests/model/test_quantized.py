@@ -1,0 +1,27 @@
+"""Blocks of few bits: shapes, and values by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from engine.model.quantized import QuantizedWeight
+
+
+def test_a_block_by_hand() -> None:
+    # Q4_1: float16 scale, float16 minimum, 16 bytes whose low nibbles are the first 16 inputs.
+    head = np.array([0.5, -1.0], dtype=np.float16).view(np.uint8)
+    nibbles = np.arange(16, dtype=np.uint8) | (15 - np.arange(16, dtype=np.uint8)) << 4
+    data = torch.from_numpy(np.concatenate([head, nibbles]))[None]
+    values = QuantizedWeight("Q4_1", 1, 32, data).dequantize()
+    wanted = torch.cat([torch.arange(16), 15 - torch.arange(16)]) * 0.5 - 1
+    assert torch.equal(values[0], wanted)
+
+
+@pytest.mark.parametrize(
+    ("kind", "inputs", "width"), [("Q4_9", 32, 20), ("Q4_1", 48, 30), ("Q4_1", 32, 18)]
+)
+def test_what_does_not_fit_is_refused(kind: str, inputs: int, width: int) -> None:
+    with pytest.raises(ValueError, match=kind):
+        QuantizedWeight(kind, 1, inputs, torch.zeros(1, width, dtype=torch.uint8))
