@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
+from torch import nn
 
 
 @dataclass(frozen=True, eq=False)
@@ -43,3 +44,43 @@ class QuantizedWeight:
         """float32 [outputs, inputs], as the gguf package computes it."""
         values = dequantize(self.data.numpy(), GGMLQuantizationType[self.kind])
         return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32))
+
+
+class QuantizedLinear(nn.Module):
+    """`y = x W^T + b` with W in blocks: the plain form, which kernels are compared with and take
+    the place of. It computes the whole matrix anew in each call.
+
+    Args:
+        weight: [out_features, in_features].
+        bias: [out_features], or none.
+    """
+
+    def __init__(self, weight: QuantizedWeight, bias: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self.weight, self.bias = weight, bias
+        self.out_features, self.in_features = weight.outputs, weight.inputs
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., in_features] -> [..., out_features], both in the dtype of x."""
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return nn.functional.linear(x, self.weight.dequantize().to(x.dtype), bias)
+
+
+class QuantizedEmbedding(nn.Module):
+    """Rows of a table in blocks, by id.
+
+    Args:
+        weight: [num_embeddings, embedding_dim].
+        dtype: of the rows that are given out.
+    """
+
+    def __init__(self, weight: QuantizedWeight, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight, self.dtype = weight, dtype
+        self.num_embeddings, self.embedding_dim = weight.outputs, weight.inputs
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """int64 [...] -> [..., embedding_dim]."""
+        blocks = self.weight.data[ids.flatten()].contiguous()
+        rows = QuantizedWeight(self.weight.kind, len(blocks), self.embedding_dim, blocks)
+        return rows.dequantize().to(self.dtype).view(*ids.shape, self.embedding_dim)

@@ -5,8 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import quantize
+from torch import nn
 
-from engine.model.quantized import QuantizedWeight
+from engine.model.quantized import QuantizedEmbedding, QuantizedLinear, QuantizedWeight
 
 
 def test_a_block_by_hand() -> None:
@@ -25,3 +28,19 @@ def test_a_block_by_hand() -> None:
 def test_what_does_not_fit_is_refused(kind: str, inputs: int, width: int) -> None:
     with pytest.raises(ValueError, match=kind):
         QuantizedWeight(kind, 1, inputs, torch.zeros(1, width, dtype=torch.uint8))
+
+
+def test_modules_are_those_of_the_dequantised_matrix() -> None:
+    weight = random_weight("Q4_1", 7, 64)
+    plain, bias = weight.dequantize(), torch.randn(7)
+    x, ids = torch.randn(2, 3, 64), torch.tensor([[6, 0, 3], [1, 1, 5]])
+    assert torch.equal(QuantizedLinear(weight, bias)(x), nn.functional.linear(x, plain, bias))
+    rows = QuantizedEmbedding(weight, torch.bfloat16)(ids)
+    assert torch.equal(rows, nn.functional.embedding(ids, plain).bfloat16())
+
+
+def random_weight(kind: str, outputs: int, inputs: int) -> QuantizedWeight:
+    """Random values, quantised by the gguf package."""
+    values = np.random.default_rng(0).standard_normal((outputs, inputs), dtype=np.float32)
+    blocks = quantize(values, GGMLQuantizationType[kind])
+    return QuantizedWeight(kind, outputs, inputs, torch.from_numpy(blocks))
