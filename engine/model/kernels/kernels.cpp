@@ -60,6 +60,9 @@ extern "C" void specserve_decode(const Decoder* decoder, const Step* step) {
   else Forward<Float32, Weights32>{*decoder, *step, barrier}.run();
 }
 
+// Which unit multiplies tiles: see `TileUnit` in tiles.h.
+extern "C" int32_t specserve_tile_unit() { return int32_t(tile_unit()); }
+
 // Bytes of a structure that Python mirrors, or -1 where the name is not known.
 extern "C" int64_t specserve_size_of(const char* name) {
   const struct { const char* name; int64_t size; } known[] = {
