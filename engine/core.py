@@ -165,7 +165,7 @@ class Engine:
             try:
                 chosen = laps.time("choose", parts.planner.choose, plan)
                 proposal = laps.time("draft", self._draft, plan, chosen)
-                layout = lay_out(plan, proposal.tokens)
+                layout = lay_out(plan, proposal.tokens, chosen.drafters)
                 passed = laps.time("verify", self._run_target, layout)
                 judgements = laps.time("judge", parts.judge.judge, layout, proposal, passed.logits)
                 verify_seconds = laps.time("wait", passed.seconds)

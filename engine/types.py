@@ -95,12 +95,14 @@ class SpeculationParams:
         max_draft: the request's wish: most draft tokens a step may check for each of its
             sequences; the server's cap holds all the same.
         prediction: token ids the caller expects the answer to contain (Predicted Outputs).
+        trace: whether `Tokens` tell where each token came from.
     """
 
     enabled: bool | None = None
     drafter: str | None = None
     max_draft: int | None = None
     prediction: tuple[int, ...] = ()
+    trace: bool = False
 
     def __post_init__(self) -> None:
         if self.max_draft is not None:
@@ -175,6 +177,16 @@ class SequenceStats:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftTrace:
+    """What one step's draft had to do with the tokens that the step brought."""
+
+    drafter: str
+    drafted: int  # draft tokens that the target checked
+    accepted: int  # so many of the tokens, the first ones, were drafted
+    refused: tuple[int, ...]  # draft tokens in whose place the target said something else
+
+
+@dataclass(frozen=True, slots=True)
 class Tokens:
     """Newly committed tokens of one choice, in order; never retracted."""
 
@@ -182,6 +194,7 @@ class Tokens:
     choice: int
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    trace: DraftTrace | None = None  # if the request asked for it
 
 
 @dataclass(frozen=True, slots=True)
