@@ -35,6 +35,7 @@ def commit(rows: SequenceRows, judgement: Judgement, pool: PagePool, laps: Laps)
         # Accepted drafts were computed in place; the last emitted token is fed next.
         table.num_cached[TARGET] = len(sequence.tokens) - 1
         sequence.target_passes += 1
+        sequence.last_draft = verdict.drafted
         sequence.draft_tokens += verdict.drafted
         sequence.accepted_tokens += verdict.accepted
         if sequence.first_token is None:

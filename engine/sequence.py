@@ -35,6 +35,7 @@ class Sequence:
         limit: most tokens it may ever hold (prompt, `max_tokens` and the model's context).
         drafters: names of those that may draft for it, in the order of preference where nothing
             else decides; the planner says who does in a step.
+        last_draft: draft tokens that were checked for it in its last step.
         prompt_logprobs: entries of the prompt computed so far; entry 0 is None.
     """
 
@@ -53,6 +54,7 @@ class Sequence:
     cached_prompt_tokens: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    last_draft: int = 0
     target_passes: int = 0
     preemptions: int = 0
     accepted_prediction_tokens: int = 0

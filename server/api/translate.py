@@ -69,8 +69,7 @@ async def completion_job(context: ServerContext, codec: TextCodec, body: Complet
     )
     check_choices(options, samples, len(items))
     texts = [item for item in items if isinstance(item, str)]
-    if body.truncate_prompt_tokens is None:
-        check_texts(texts, codec, context.engine.info, "prompt")
+    check_texts(texts, codec, context.engine.info, "prompt")
     wishes = await _wishes(context, codec, body, count)
     add_special = body.add_special_tokens is not False
     prompts = await codec.encode(texts, add_special_tokens=add_special) if texts else list(items)
@@ -114,8 +113,7 @@ async def chat_job(context: ServerContext, codec: TextCodec, body: ChatCompletio
         continue_final_message=continued,
         variables=template_variables(body),
     )
-    if body.truncate_prompt_tokens is None:
-        check_texts([text], codec, context.engine.info, "messages")
+    check_texts([text], codec, context.engine.info, "messages")
     # The template has written the special tokens already.
     prompts = await codec.encode([text], add_special_tokens=bool(body.add_special_tokens))
     return _job(context.engine.info, body, count, wishes, prompts, [text])

@@ -64,7 +64,7 @@ class Machine:
         return self.curve(rows) + self.sequence * sequences + self.context * context
 
     def calibrate(self, most_rows: int = 512) -> Calibration:
-        def measure(rows: int, sequences: int, context: int) -> float:
+        def measure(rows: int, sequences: int, context: int, _: int) -> float:
             return self.pass_seconds(rows, sequences, sequences * context)
 
         return calibrate(
