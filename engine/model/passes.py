@@ -37,9 +37,10 @@ class Pass:
 
 
 class Runner(Protocol):
-    """Runs a model over packed batches: `NativeRunner` or `ModelRunner`."""
+    """Runs a model over packed batches: `NativeRunner`, `CudaRunner` or `ModelRunner`."""
 
     store: KVStore
+    #: Where the tensors of its batches have to be; the model itself may be elsewhere.
     device: torch.device
     #: Rows a pass needs at least, so that every row is computed alike.
     min_rows: int
