@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from engine.errors import EngineError, InvalidRequest
+from engine.grammar import Grammar
 
 GREEDY_TEMPERATURE = 1e-5  # greedy below it: dividing logits by less would overflow float32
 
@@ -26,8 +27,11 @@ class SamplingParams:
     """How to turn logits into tokens. Defaults leave the model's distribution untouched.
 
     Order of application, equal to transformers' logits processors: repetition penalty,
-    presence and frequency penalty, logit_bias, allowed_token_ids and bad_words and min_tokens
-    (masks), temperature, top_k, top_p, min_p.
+    presence and frequency penalty, logit_bias, grammar and allowed_token_ids and bad_words and
+    min_tokens (masks), temperature, top_k, top_p, min_p.
+
+    Where masks leave nothing together, a grammar binds harder than allowed_token_ids, and that
+    harder than bad_words and min_tokens. A grammar's end is the text's end, `ignore_eos` or not.
 
     Raises:
         InvalidRequest: a value is out of its range; the message names field, value and range.
@@ -51,6 +55,7 @@ class SamplingParams:
     n: int = 1
     logprobs: int | None = None  # number of top alternates; 0 = only the sampled token's
     prompt_logprobs: int | None = None
+    grammar: Grammar | None = None  # what the whole output must match
 
     def __post_init__(self) -> None:
         _check(0 <= self.max_tokens < 2**31, "max_tokens", self.max_tokens, "0 to 2147483647")
@@ -83,6 +88,11 @@ class SamplingParams:
     def greedy(self) -> bool:
         """Whether the most likely token is always taken (temperature 0, or top_p 0)."""
         return self.temperature < GREEDY_TEMPERATURE or self.top_p == 0.0
+
+    @property
+    def ends_at_eos(self) -> bool:
+        """Whether the model's end tokens end the text."""
+        return not self.ignore_eos or self.grammar is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -56,7 +56,7 @@ def test_every_mode_is_told(mode: str, drafter: str) -> None:
     told = built.engine.speculation()
     check(told)
     assert told["mode"] == mode
-    assert told["drafters"] == ([] if drafter == "none" else ["lookup"])
+    assert told["drafters"] == ([] if drafter == "none" else ["lookup", "grammar"])
     assert set(told["choices"]) == set(told["drafters"])
     assert told["steps"] > fresh["steps"]
     rows = {row["why"] for table in told["choices"].values() for row in table}
