@@ -17,7 +17,7 @@ PACKAGES = ("engine", "server", "loadtest")
 
 #: Lowest first. A module imports its own layer's package, or what is in a layer below.
 LAYERS = (
-    {"engine.errors", "engine.grammar", "engine.model.paths"},
+    {"engine.errors", "engine.grammar", "engine.model.paths", "engine.tree"},
     {"engine.types", "engine.config", "engine.stats"},
     {"engine.cache", "engine.sampling"},
     {"engine.sequence", "engine.rules", "engine.admission", "engine.flight", "engine.verification"}
@@ -84,6 +84,7 @@ WITHOUT_TORCH = (
     "engine.statistics",
     "engine.stats",
     "engine.step_view",
+    "engine.tree",
     "engine.types",
 )
 

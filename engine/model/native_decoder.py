@@ -66,10 +66,11 @@ class Step(ctypes.Structure):
 
     _fields_ = [
         *fields(ctypes.c_void_p, "input_ids positions slots logit_rows"),
-        *fields(ctypes.c_void_p, "query_starts context_lengths page_tables"),
+        *fields(ctypes.c_void_p, "query_starts context_lengths page_tables branches paths"),
         *fields(ctypes.c_void_p, "residual squares normed queries qkv gated logits"),
         *fields(ctypes.c_void_p, "features feature_layers"),
         *fields(ctypes.c_int32, "rows num_logits sequences table_width page_size num_features"),
+        *fields(ctypes.c_int32, "num_branches unused"),
     ]
 
 

@@ -59,6 +59,16 @@ class Runner(Protocol):
         """
         ...
 
+    def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Moves the keys and values of all layers within the store, as if tokens had been fed to
+        other slots in the first place.
+
+        Args:
+            sources: [N] int64 slots. They are read in order: none may be an earlier target.
+            targets: [N] int64 slots.
+        """
+        ...
+
 
 def check_layers(features: Seq[int], num_layers: int) -> None:
     """Refuses layers that a model of `num_layers` decoder layers does not have.
