@@ -48,6 +48,8 @@ class LoadedModel:
         max_model_len: most tokens it was made for, or configured to.
         eos_token_ids: tokens that end a text.
         checked: what comparing it with transformers' own forward has found, in words.
+        embed: int64 ids [...] -> embeddings [..., hidden], for heads, which borrow them.
+        taps: of a head: number of its target's layers -> those whose hidden states it reads.
     """
 
     make_runner: Callable[[int, int], Runner]
@@ -58,6 +60,8 @@ class LoadedModel:
     max_model_len: int
     eos_token_ids: frozenset[int]
     checked: str = "not compared with transformers"
+    embed: Callable[[torch.Tensor], torch.Tensor] | None = None
+    taps: Callable[[int], tuple[int, ...]] | None = None
 
 
 def load_model(directory: Path, config: ModelConfig) -> LoadedModel:
@@ -104,12 +108,14 @@ def adopt_model(model: PreTrainedModel, config: ModelConfig) -> LoadedModel:
     if config.runner in ("auto", "native"):
         decoder = _native_decoder(model, limit, needs, required=config.runner == "native")
         if decoder is not None:
-            return LoadedModel(partial(NativeRunner, decoder), "native", decoder.shape, *facts)
+            native = partial(NativeRunner, decoder)
+            return LoadedModel(native, "native", decoder.shape, *facts, embed=decoder.embed)
     backend = _choose_attention(config.runner, model, needs[0])
     _make_invariant(model)
     name = "torch" if isinstance(backend, CpuAttention) else "reference"
     shape = cache_shape(model, needs)
-    return LoadedModel(partial(ModelRunner, model, backend, shape), name, shape, *facts)
+    make = partial(ModelRunner, model, backend, shape)
+    return LoadedModel(make, name, shape, *facts, embed=model.get_input_embeddings())
 
 
 def choose_device(name: str) -> torch.device:
