@@ -138,6 +138,7 @@ class SpeculationConfig:
         max_draft: the server's cap: most draft tokens per sequence and step, whatever a request
             wishes.
         draft_model: the smaller model of a drafter that runs one; its path is a local directory.
+        draft_head: the head of a drafter that reads the target's hidden states; likewise.
         draft_temperature: factor on a request's temperature in the draft model.
         verification: the rule for requests that sample without a seed from a draft model that
             knows its probabilities: "match", "rejection", "block", or "auto", the one that
@@ -150,6 +151,7 @@ class SpeculationConfig:
     lookup_store_bytes: int = 0
     max_draft: int = 8
     draft_model: ModelConfig | None = None
+    draft_head: ModelConfig | None = None
     draft_temperature: float = 1.0
     verification: str = "auto"
 

@@ -54,6 +54,8 @@ class LoadedModel:
         checked: what comparing it with transformers' own forward has found, in words.
         reserve: (page_size, most rows of a pass) -> bytes that a runner takes on its device
             beside weights and pages, as far as that is not little.
+        embed: int64 ids [...] -> embeddings [..., hidden], for heads, which borrow them.
+        taps: of a head: number of its target's layers -> those whose hidden states it reads.
     """
 
     make_runner: Callable[[int, int], Runner]
@@ -65,6 +67,8 @@ class LoadedModel:
     eos_token_ids: frozenset[int]
     checked: str = "not compared with transformers"
     reserve: Callable[[int, int], int] = _nothing
+    embed: Callable[[torch.Tensor], torch.Tensor] | None = None
+    taps: Callable[[int], tuple[int, ...]] | None = None
 
 
 def load_model(directory: Path, config: ModelConfig) -> LoadedModel:
@@ -111,7 +115,8 @@ def adopt_model(model: PreTrainedModel, config: ModelConfig) -> LoadedModel:
     if config.runner in ("auto", "native"):
         decoder = _native_decoder(model, limit, needs, required=config.runner == "native")
         if decoder is not None:
-            return LoadedModel(partial(NativeRunner, decoder), "native", decoder.shape, *facts)
+            native = partial(NativeRunner, decoder)
+            return LoadedModel(native, "native", decoder.shape, *facts, embed=decoder.embed)
     if config.runner in ("auto", "cuda"):
         found = _cuda_runner(model, config, limit, needs)
         if found is not None:
@@ -121,7 +126,8 @@ def adopt_model(model: PreTrainedModel, config: ModelConfig) -> LoadedModel:
     _make_invariant(model)
     name = "torch" if isinstance(backend, CpuAttention) else "reference"
     shape = cache_shape(model, needs)
-    return LoadedModel(partial(ModelRunner, model, backend, shape), name, shape, *facts)
+    make = partial(ModelRunner, model, backend, shape)
+    return LoadedModel(make, name, shape, *facts, embed=model.get_input_embeddings())
 
 
 def choose_device(name: str) -> torch.device:

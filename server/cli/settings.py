@@ -91,6 +91,9 @@ class Settings(BaseModel):
     draft_model: str | None = Field(
         None, min_length=1, description="smaller model with the same tokenizer, for drafter model"
     )
+    draft_head: str | None = Field(
+        None, min_length=1, description="head on the model's hidden states, for drafter eagle"
+    )
     draft_temperature: float = Field(
         _SPECULATION.draft_temperature,
         gt=0,
@@ -240,8 +243,8 @@ class Settings(BaseModel):
         """What the engine needs to know.
 
         Args:
-            model_path: the local directory that `model` was resolved to; `draft_model` must be
-                one already.
+            model_path: the local directory that `model` was resolved to; `draft_model` and
+                `draft_head` must be such already.
 
         Raises:
             ConfigurationError: two values do not fit together.
@@ -277,6 +280,9 @@ class Settings(BaseModel):
                 draft_model=None
                 if self.draft_model is None
                 else replace(model, path=self.draft_model, max_model_len=None),
+                draft_head=None
+                if self.draft_head is None
+                else replace(model, path=self.draft_head, max_model_len=None),
                 draft_temperature=self.draft_temperature,
                 verification=self.verification,
             ),
