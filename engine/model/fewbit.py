@@ -151,9 +151,7 @@ def _bits(bytes_: torch.Tensor) -> torch.Tensor:
     return (bytes_.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8) & 1).flatten(2)
 
 
-def _simple(
-    size: int, minimum: bool, fifth: bool
-) -> Callable[[torch.Tensor], _Parts]:
+def _simple(size: int, minimum: bool, fifth: bool) -> Callable[[torch.Tensor], _Parts]:
     """Q4_0, Q4_1, Q5_0 and Q5_1: scale, minimum, fifth bits, and halves of bytes."""
 
     def parts(data: torch.Tensor) -> _Parts:

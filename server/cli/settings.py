@@ -61,7 +61,20 @@ class Settings(BaseModel):
         (), description="names in the API, separated by commas; default: the model's own"
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="auto: bfloat16 where the device computes it natively, else float32"
+        "auto",
+        description="type of K/V, of what layers hand on, and of weights that are not in blocks; "
+        "auto: bfloat16 where the device computes it natively, else float32",
+    )
+    weights: Literal["auto", "file", "float32", "bfloat16", "int8", "int4"] = Field(
+        "auto",
+        description="what weights are kept in; file: in the blocks of a GGUF file; float32, "
+        "bfloat16: unpacked to that, which is then the dtype; int8, int4: rounded to blocks; "
+        "auto: the fastest that is faithful",
+    )
+    activations: Literal["int16", "int8"] = Field(
+        "int16",
+        description="what is multiplied with weights in blocks; int16: as good as float32; "
+        "int8: faster, less faithful",
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs")
     runner: Literal["auto", "native", "torch", "reference"] = Field(
@@ -255,6 +268,8 @@ class Settings(BaseModel):
             device=self.device,
             max_model_len=self.max_model_len,
             runner=self.runner,
+            weights=self.weights,
+            activations=self.activations,
         )
         return EngineConfig(
             model=model,
