@@ -102,7 +102,7 @@ class Machine:
         return noise * 20.0 if chance.random() < self.pauses else noise
 
     def calibrate(self, most_rows: int = 512) -> Calibration:
-        def measure(rows: int, sequences: int, context: int) -> float:
+        def measure(rows: int, sequences: int, context: int, _: int) -> float:
             return self.pass_seconds(rows, sequences, sequences * context)
 
         return calibrate(
