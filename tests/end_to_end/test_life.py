@@ -104,7 +104,7 @@ def test_more_than_the_queue_holds_is_refused(serve_tiny: Serve) -> None:
 
 @pytest.mark.bad_input(56)
 def test_a_drain_lets_answers_end_and_nobody_in(serve_tiny: Serve) -> None:
-    with serve_tiny() as server:
+    with serve_tiny("--drain-seconds", str(PATIENCE)) as server:
         wanted = server.complete(LONG)["choices"][0]["text"]
         with server.open_stream(LONG) as chunks:
             first = next(chunks)
