@@ -67,6 +67,17 @@ class Server:
         assert found is not None
         return int(found[1]) * 1024
 
+    @contextlib.contextmanager
+    def slow(self) -> Iterator[None]:
+        """Meanwhile a step takes so long that no long answer ends, however busy the machine is
+        with the test itself. Of servers that were started with `paced`."""
+        brake = _brake(self.log)
+        brake.touch()
+        try:
+            yield
+        finally:
+            brake.unlink()
+
     # -- requests --------------------------------------------------------------------------
 
     def post(self, body: Body, path: str = "/v1/completions") -> httpx.Response:
@@ -174,6 +185,7 @@ def serving(
     environment: Mapping[str, str] | None = None,
     port: int = 0,
     ready: bool = True,
+    paced: bool = False,
 ) -> Iterator[Server]:
     """A server that is stopped at the end, whatever happens.
 
@@ -183,6 +195,7 @@ def serving(
         environment: variables on top of this process's own, of which no setting is passed on.
         port: 0 = a free one, which only a server that is ready tells.
         ready: whether to wait until it is.
+        paced: whether its steps can be slowed down (`Server.slow`).
     """
     kept = {
         name: value
@@ -190,7 +203,8 @@ def serving(
         if not name.startswith("SPECSERVE_") or name == "SPECSERVE_HOME"
     }
     log = directory / f"server-{time.monotonic_ns()}.log"
-    command = [sys.executable, "-m", "server.cli", "serve", "--port", str(port), *flags]
+    program = ["-c", _PACED.format(brake=str(_brake(log)))] if paced else ["-m", "server.cli"]
+    command = [sys.executable, *program, "serve", "--port", str(port), *flags]
     with log.open("wb") as output:
         process = subprocess.Popen(
             command, stdout=output, stderr=output, env=kept | dict(environment or {})
@@ -201,6 +215,25 @@ def serving(
     finally:
         process.kill()
         process.wait()
+
+
+#: `specserve` with steps that take long while a file is there.
+_PACED = """
+import os, sys, time
+from engine.core import Engine
+from server.cli import main
+step = Engine.step
+def paced(self):
+    if os.path.exists({brake!r}):
+        time.sleep(0.1)
+    return step(self)
+Engine.step = paced
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def _brake(log: Path) -> Path:
+    return log.with_suffix(".slow")
 
 
 @contextlib.contextmanager
