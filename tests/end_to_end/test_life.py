@@ -87,26 +87,28 @@ def test_a_signal_while_loading_ends_it_at_once(serve_tiny: Serve, tmp_path: Pat
 
 def test_more_than_the_queue_holds_is_refused(serve_tiny: Serve) -> None:
     limits = ("--max-sequences", "1", "--max-waiting-sequences", "1")
+    body = {**LONG, "max_tokens": 200}
     with serve_tiny(*limits, paced=True) as server, ThreadPoolExecutor(1) as pool:
         with server.slow(), server.open_stream(LONG) as running:
             next(running)
-            waiting = pool.submit(server.complete, LONG)
+            waiting = pool.submit(server.complete, body)
             wait_until(lambda: server.metrics()["vllm:num_requests_waiting"] == 1)
-            refused = server.post(LONG)
+            refused = server.post(body)
             assert refused.status_code == 503
             assert refused.json()["error"]["code"] == "overloaded"
             assert 1 <= int(refused.headers["Retry-After"]) <= 120
             assert server.metrics()["specserve_requests_rejected_total"] == 1
         # Whoever was let in is served.
-        assert waiting.result()["usage"]["completion_tokens"] == LONG["max_tokens"]
+        assert waiting.result()["usage"]["completion_tokens"] == body["max_tokens"]
         assert server.post({"prompt": "x"}).status_code == 200
 
 
 @pytest.mark.bad_input(56)
 def test_a_drain_lets_answers_end_and_nobody_in(serve_tiny: Serve) -> None:
-    with serve_tiny(paced=True) as server:
-        wanted = server.complete(LONG)["choices"][0]["text"]
-        with server.open_stream(LONG) as chunks:
+    body = {**LONG, "max_tokens": 500}
+    with serve_tiny("--drain-seconds", str(PATIENCE), paced=True) as server:
+        wanted = server.complete(body)["choices"][0]["text"]
+        with server.open_stream(body) as chunks:
             with server.slow():
                 first = next(chunks)
                 server.signal(signal.SIGTERM)
