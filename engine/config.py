@@ -11,6 +11,10 @@ from engine.errors import ConfigurationError
 VERIFICATIONS = ("auto", "match", "rejection", "block")
 
 
+#: How far a row of logits may depend on the other rows of its pass, on a GPU.
+NUMERICS = ("exact", "fast")
+
+
 #: What is said instead of a drafter's name where nobody drafts.
 NO_DRAFTER = "none"
 
@@ -30,9 +34,12 @@ class ModelConfig:
             computes it natively, else float32.
         device: "auto", "cpu" or "cuda".
         max_model_len: most tokens of prompt and completion; None = the model's own limit.
-        runner: "native" (a whole decoder as one native call), "torch" (transformers' forward
-            with a native attention kernel), "reference" (transformers' forward with plain
-            torch attention), or "auto": the fastest that applies.
+        runner: "native" (a whole decoder as one native call), "cuda" (a whole decoder on a
+            GPU's own kernels), "torch" (transformers' forward with a native attention kernel),
+            "reference" (transformers' forward with plain torch attention), or "auto": the
+            fastest that applies.
+        numerics: of the runner "cuda": "exact" (rows do not depend on the batch) or "fast" (the
+            vendor's matrix products, whose rows do). The others have but one way.
     """
 
     path: str
@@ -40,6 +47,13 @@ class ModelConfig:
     device: str = "auto"
     max_model_len: int | None = None
     runner: str = "auto"
+    numerics: str = "exact"
+
+    def __post_init__(self) -> None:
+        _require(
+            self.numerics in NUMERICS,
+            f"numerics is {self.numerics!r}; choose one of {', '.join(NUMERICS)}.",
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,6 +28,7 @@ class SequenceRows:
         num_logits: how many it has; they belong to its last query tokens.
         num_prompt_logprobs: how many of them, from the first, predict prompt tokens whose log
             probabilities are wanted.
+        drafter: who was asked for the draft.
     """
 
     scheduled: ScheduledSequence
@@ -37,6 +38,7 @@ class SequenceRows:
     first_logit: int
     num_logits: int
     num_prompt_logprobs: int
+    drafter: str
 
     @property
     def sequence(self) -> Sequence:
@@ -90,19 +92,20 @@ class StepLayout:
         return [rows.span() for rows in self.sequences]
 
 
-def lay_out(plan: StepPlan, drafts: Seq[Seq[int]]) -> StepLayout:
+def lay_out(plan: StepPlan, drafts: Seq[Seq[int]], drafters: Seq[str]) -> StepLayout:
     """Counts off the rows of a step.
 
     Args:
         plan: the scheduler's.
         drafts: one for each scheduled sequence; empty = a plain decode, or a prefill.
+        drafters: who was asked for each of them.
     """
     row = logit = 0
     laid: list[SequenceRows] = []
-    for scheduled, draft in zip(plan.scheduled, drafts, strict=True):
+    for scheduled, draft, name in zip(plan.scheduled, drafts, drafters, strict=True):
         start = scheduled.sequence.table.num_cached[TARGET]
         logits, prompt = num_logit_rows(scheduled, draft), predicted_prompt_tokens(scheduled)
-        laid.append(SequenceRows(scheduled, draft, start, row, logit, logits, prompt))
+        laid.append(SequenceRows(scheduled, draft, start, row, logit, logits, prompt, name))
         row += scheduled.num_feed + len(draft)
         logit += logits
     return StepLayout(tuple(laid), row, logit)

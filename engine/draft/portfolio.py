@@ -33,6 +33,7 @@ class DrafterPortfolio:
         vocab_size: a draft is cut before the first id that the target does not know.
         features: by drafter, the layers of the target whose features it is shown.
         prediction_readers: drafters that draft from a request's `prediction`.
+        grammar_readers: drafters that draft from a request's grammar.
         clock: seconds, for what each drafter takes: the draft cost.
     """
 
@@ -43,12 +44,14 @@ class DrafterPortfolio:
         *,
         features: Mapping[str, Seq[int]] = MappingProxyType({}),
         prediction_readers: Collection[str] = (),
+        grammar_readers: Collection[str] = (),
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._drafters = dict(drafters)
         self._vocab_size = vocab_size
         self._features = {name: tuple(features.get(name, ())) for name in drafters}
         self._prediction_readers = frozenset(prediction_readers)
+        self._grammar_readers = frozenset(grammar_readers)
         self._clock = clock
 
     @property
@@ -60,6 +63,11 @@ class DrafterPortfolio:
     def prediction_readers(self) -> tuple[str, ...]:
         """Drafters that work and draft from a request's `prediction`."""
         return tuple(name for name in self._drafters if name in self._prediction_readers)
+
+    @property
+    def grammar_readers(self) -> tuple[str, ...]:
+        """Drafters that work and draft from a request's grammar."""
+        return tuple(name for name in self._drafters if name in self._grammar_readers)
 
     # -- before a step -------------------------------------------------------------------
 

@@ -32,6 +32,12 @@ def _make_model(context: DrafterContext) -> Drafter:
     return make_drafter(context)
 
 
+def _make_grammar(context: DrafterContext) -> Drafter:
+    from engine.draft.grammar import make_drafter
+
+    return make_drafter(context)
+
+
 def _check_pair(target: Path, draft: Path) -> None:
     from engine.model.pairing import check_pair
 
@@ -62,11 +68,18 @@ _MODEL = DrafterEntry(
         load=_load_model,
     ),
 )
+_GRAMMAR = DrafterEntry(
+    name="grammar",
+    summary="drafts what a request's grammar forces, for requests that have one",
+    make=_make_grammar,
+    reads_grammars=True,
+    always=True,
+)
 
 #: Drafter of a server that is told nothing.
 DEFAULT = _LOOKUP.name
 
-_entries = {entry.name: entry for entry in (_LOOKUP, _MODEL)}
+_entries = {entry.name: entry for entry in (_LOOKUP, _MODEL, _GRAMMAR)}
 
 
 def register(entry: DrafterEntry) -> None:

@@ -87,7 +87,7 @@ def _key(directory: Path, config: ModelConfig, model: PreTrainedModel) -> str:
         kernels = True
     except NativeUnavailable:
         kernels = False
-    settings = (config.runner, config.max_model_len, kernels)
+    settings = (config.runner, config.numerics, config.max_model_len, kernels)
     parts = [passes_version(), f"{model.dtype} {model.device} {settings}"]
     for path in sorted(directory.iterdir()):
         if path.name in _DECISIVE:

@@ -32,7 +32,11 @@ logger = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-RUNNERS = ("auto", "native", "torch", "reference")
+RUNNERS = ("auto", "native", "cuda", "torch", "reference")
+
+
+def _nothing(_page_size: int, _max_rows: int, /) -> int:
+    return 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,13 +45,15 @@ class LoadedModel:
 
     Attributes:
         make_runner: (num_pages, page_size) -> runner; allocates the K/V store.
-        runner_name: "native", "torch" or "reference".
+        runner_name: "native", "cuda", "torch" or "reference".
         shape: what the model stores per token.
         device: where it runs.
         vocab_size: token ids in use; the output layer may be padded beyond.
         max_model_len: most tokens it was made for, or configured to.
         eos_token_ids: tokens that end a text.
         checked: what comparing it with transformers' own forward has found, in words.
+        reserve: (page_size, most rows of a pass) -> bytes that a runner takes on its device
+            beside weights and pages, as far as that is not little.
     """
 
     make_runner: Callable[[int, int], Runner]
@@ -58,6 +64,7 @@ class LoadedModel:
     max_model_len: int
     eos_token_ids: frozenset[int]
     checked: str = "not compared with transformers"
+    reserve: Callable[[int, int], int] = _nothing
 
 
 def load_model(directory: Path, config: ModelConfig) -> LoadedModel:
@@ -105,6 +112,11 @@ def adopt_model(model: PreTrainedModel, config: ModelConfig) -> LoadedModel:
         decoder = _native_decoder(model, limit, needs, required=config.runner == "native")
         if decoder is not None:
             return LoadedModel(partial(NativeRunner, decoder), "native", decoder.shape, *facts)
+    if config.runner in ("auto", "cuda"):
+        found = _cuda_runner(model, config, limit, needs)
+        if found is not None:
+            make_runner, reserve, shape = found
+            return LoadedModel(make_runner, "cuda", shape, *facts, reserve=reserve)
     backend = _choose_attention(config.runner, model, needs[0])
     _make_invariant(model)
     name = "torch" if isinstance(backend, CpuAttention) else "reference"
@@ -145,6 +157,33 @@ def _native_decoder(
     if required:
         raise ConfigurationError(f"runner is native, but {reason}; use auto.")
     logger.info("the native runner does not apply: %s", reason)
+    return None
+
+
+def _cuda_runner(
+    model: PreTrainedModel, config: ModelConfig, max_model_len: int, needs: Sequence[LayerNeeds]
+) -> tuple[Callable[[int, int], Runner], Callable[[int, int], int], CacheShape] | None:
+    """What makes a runner on a GPU's own kernels, what it takes, and what it stores; None if the
+    model cannot run there. On a CPU the kernels are interpreted, for those who ask by name."""
+    required = config.runner == "cuda"
+    if not required and model.device.type != "cuda":
+        return None
+    # Only here: Triton is no part of a server on CPUs.
+    from engine.model.cuda.weights import CudaDecoder, why_not_cuda
+
+    reason = why_not_cuda(model)
+    if reason is None:
+        try:
+            from engine.model.cuda.runner import CudaRunner, runner_bytes
+        except ImportError as error:
+            reason = str(error)
+        else:
+            decoder = CudaDecoder(model, max_model_len, [layer.window for layer in needs])
+            make_runner = partial(CudaRunner, decoder, config.numerics)
+            return make_runner, partial(runner_bytes, decoder, config.numerics), decoder.shape
+    if required:
+        raise ConfigurationError(f"runner is cuda, but {reason}; use auto.")
+    logger.warning("the cuda runner does not apply: %s", reason)
     return None
 
 

@@ -80,7 +80,8 @@ def _kernels(settings: Settings) -> Iterator[Finding]:
     except RuntimeError as error:
         yield "kernels", str(error), needed
     else:
-        yield "kernels", "compiled for this CPU", False
+        unit = _engine("native").tile_unit(_engine("native").load_kernels())
+        yield "kernels", f"compiled for this CPU; bfloat16 with {unit}", False
     directory = _engine("paths").cache_directory()
     writable = _can_write(directory)
     yield "cache", f"{directory}{'' if writable else ' cannot be written'}", not writable

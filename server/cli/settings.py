@@ -154,6 +154,10 @@ class Settings(BaseModel):
         None, min_length=1, description="file of more keys, one KEY or NAME:KEY a line"
     )
     open_metrics: bool = Field(False, description="answer /metrics without a key")
+    allow_trace: bool = Field(
+        True, description="let requests ask whose guesses their tokens are (speculation.trace)"
+    )
+    ui: bool = Field(True, description="serve a page at / to chat with the model")
     requests_per_minute: Count | None = Field(
         None, description="most POST requests of one key, or of all callers without keys (429)"
     )

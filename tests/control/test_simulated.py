@@ -11,13 +11,13 @@ import pytest
 
 from engine.control.options import Mode
 from engine.control.planner import Planner
+from tests.control.fixed import LENGTHS, Fixed, seconds_of_fixed
 from tests.control.simulator import (
     A10,
     H200,
     LAPTOP,
     MACHINES,
     WITH_DRAFT_MODEL,
-    Fixed,
     Log,
     Machine,
     Text,
@@ -37,13 +37,18 @@ TEXTS: dict[str, Text] = {
     "mixed": mixed,
 }
 
+EASY = constant(0.95)
+LATE = switching(0.0, 0.9, at=150)
+
 ALL_MACHINES = MACHINES | WITH_DRAFT_MODEL
 
-LENGTHS = (0, 1, 2, 3, 4, 6, 8)
 
-
-def seconds_of_fixed(machine: Machine, text: Text, batch: int, tokens: int) -> dict[int, float]:
-    return {k: World(machine, text, batch).run(Fixed(k), tokens).seconds for k in LENGTHS}
+def test_fixed_lengths_are_timed_as_they_run() -> None:
+    """Paths that were walked on another machine, to the last bit."""
+    machine = WITH_DRAFT_MODEL["a10, draft model"]
+    timed = seconds_of_fixed(machine, mixed, 3, 2000)
+    for length in (0, 3):
+        assert World(machine, mixed, 3).run(Fixed(length), 2000).seconds == timed[length]
 
 
 @pytest.mark.parametrize("batch", [1, 8, 32])
@@ -117,9 +122,9 @@ def test_it_is_not_stuck_at_nothing() -> None:
 @pytest.mark.parametrize("name", WITH_DRAFT_MODEL)
 def test_texts_that_become_easy_are_noticed_in_time_to_pay(name: str, batch: int) -> None:
     """Each of them: wrong for 150 tokens, then right for 250."""
-    machine, text, tokens = WITH_DRAFT_MODEL[name], switching(0.0, 0.9, at=150), 1200 * batch
-    best = min(seconds_of_fixed(machine, text, batch, tokens).values())
-    assert World(machine, text, batch).run(planner_for(machine), tokens).seconds < 1.03 * best
+    machine, tokens = WITH_DRAFT_MODEL[name], 1200 * batch
+    best = min(seconds_of_fixed(machine, LATE, batch, tokens).values())
+    assert World(machine, LATE, batch).run(planner_for(machine), tokens).seconds < 1.03 * best
 
 
 @pytest.mark.parametrize("batch", [1, 8, 32])
@@ -129,13 +134,12 @@ def test_it_is_not_stuck_where_only_many_sequences_together_can_pay(name: str, b
     machine = WITH_DRAFT_MODEL[name]
     planner = planner_for(machine)
     World(machine, constant(0.0), batch).run(planner, 800 * batch)
-    easy, length = World(machine, constant(0.95), batch, seed=2), 900
+    easy, length = World(machine, EASY, batch, seed=2), 900
     easy.length = length
     log = easy.run(planner, length * batch)
-    best = min(seconds_of_fixed(machine, constant(0.95), batch, length * batch).values())
-    plain = World(machine, constant(0.95), batch).run(Fixed(0), length * batch).seconds
+    fixed = seconds_of_fixed(machine, EASY, batch, length * batch)
     # A good part of what there is to gain, although it starts from nothing.
-    assert plain - log.seconds > 0.3 * (plain - best)
+    assert fixed[0] - log.seconds > 0.3 * (fixed[0] - min(fixed.values()))
 
 
 @pytest.mark.parametrize("batch", [1, 16])
@@ -170,8 +174,10 @@ def test_the_meter_agrees_with_an_offline_comparison(
     tokens = 3000 if batch == 1 else 800 * batch
     planner = planner_for(MACHINES[machine], mode)
     log = World(MACHINES[machine], TEXTS[text], batch).run(planner, tokens)
-    plain = World(MACHINES[machine], TEXTS[text], batch).run(Fixed(0), tokens)
-    truth = (plain.seconds / plain.tokens) / (log.seconds / log.tokens)
+    plain = seconds_of_fixed(MACHINES[machine], TEXTS[text], batch, tokens, lengths=[0])[0]
+    # A step without drafts emits a token of each sequence.
+    plain_tokens = -(-tokens // batch) * batch
+    truth = (plain / plain_tokens) / (log.seconds / log.tokens)
     measured = log.meter.equal_seconds / log.meter.seconds
     assert measured == pytest.approx(truth, rel=0.05)
     ratio = log.meter.speedup().ratio
