@@ -64,8 +64,12 @@ class Settings(BaseModel):
         "auto", description="auto: bfloat16 where the device computes it natively, else float32"
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs")
-    runner: Literal["auto", "native", "torch", "reference"] = Field(
+    runner: Literal["auto", "native", "cuda", "torch", "reference"] = Field(
         "auto", description="what runs the model; auto: the fastest that applies"
+    )
+    numerics: Literal["exact", "fast"] = Field(
+        "exact",
+        description="on a GPU: exact answers whoever shares a pass, or the vendor's products",
     )
     threads: Count | None = Field(
         None, description="most compute threads; default: one per core that it may keep busy"
@@ -248,6 +252,7 @@ class Settings(BaseModel):
             device=self.device,
             max_model_len=self.max_model_len,
             runner=self.runner,
+            numerics=self.numerics,
         )
         return EngineConfig(
             model=model,
