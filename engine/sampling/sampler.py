@@ -101,7 +101,7 @@ class RowSampler:
         self._match(selector, draws, kept)
         sound = selector.sound()
         return [
-            Drawn(tokens, all(sound[row] for row in _deciding(draw, len(tokens))))
+            Drawn(tokens, all(sound[row] for row in deciding(draw, len(tokens))))
             for draw, tokens in zip(draws, kept, strict=True)
         ]
 
@@ -109,7 +109,7 @@ class RowSampler:
         """What a draft with probabilities is worth by them; nothing for all others."""
         if draw.draft is None or draw.proposal is None or draw.rule == "match":
             return []
-        own = logits[_drawn_from(draw)][:, : self.vocab_size]
+        own = logits[drawn_from(draw)][:, : self.vocab_size]
         return weigh_draft(draw.rule, own, draw.context, draw.draft, draw.proposal)
 
     def _match(self, selector: Selector, draws: Sequence[Draw], kept: list[list[int]]) -> None:
@@ -122,7 +122,7 @@ class RowSampler:
         }
         depth = 0
         while drafts:
-            picks = [_drawn_from(draws[i]).start + depth for i in drafts]
+            picks = [drawn_from(draws[i]).start + depth for i in drafts]
             tokens = selector.select(picks, [draws[i].context(depth) for i in drafts])
             for i, token in zip(drafts, tokens, strict=True):
                 kept[i].append(token)
@@ -130,12 +130,12 @@ class RowSampler:
             depth += 1
 
 
-def _drawn_from(draw: Draw) -> slice:
+def drawn_from(draw: Draw) -> slice:
     """The rows that follow its committed tokens and each of its draft tokens."""
     return slice(draw.rows.stop - 1 - len(draw.draft or ()), draw.rows.stop)
 
 
-def _deciding(draw: Draw, kept: int) -> range:
+def deciding(draw: Draw, kept: int) -> range:
     """The rows that plain decoding would have had for as many tokens as were kept."""
     return draw.rows if draw.draft is None else draw.rows[: kept - 1 - len(draw.draft) or None]
 
