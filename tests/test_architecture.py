@@ -293,6 +293,8 @@ def argument_counts(path: Path) -> dict[str, int]:
     """Parameters of each function, not counting self and cls."""
     counts = {}
     for name, node in functions(path):
+        if any("triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list):
+            continue  # all that a kernel knows are its parameters
         every = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
         counts[name] = sum(a.arg not in ("self", "cls") for a in every)
     return counts

@@ -24,8 +24,8 @@ from engine.errors import ModelNotSupported
 from engine.model.inventory import in_blocks
 from engine.model.lessons import Part, rows_of, schedule
 from engine.model.passes import Runner
-from engine.model.quantized import QuantizedWeight
 from engine.model.probe import packed_rows_of
+from engine.model.quantized import QuantizedWeight
 from engine.model.runner import ATTENTION
 from engine.model.weights import in_a_line, name_bad_tensor
 from engine.model.widen import in_float32

@@ -156,8 +156,11 @@ class NativeDecoder:
         cosines, sines = body.rotary_emb(torch.zeros(1, dtype=torch.float32), positions)
         embedding = body.embed_tokens
         table, head = self._tables(embedding, model.lm_head)
-        quantized, dense = isinstance(embedding, QuantizedEmbedding), self._kept[-1]
-        self._embed = embedding if quantized else partial(nn.functional.embedding, weight=dense)
+        self._embed: Callable[[torch.Tensor], torch.Tensor] = partial(
+            nn.functional.embedding, weight=self._kept[-1]
+        )
+        if isinstance(embedding, QuantizedEmbedding):  # its own blocks, which may lie in a file
+            self._embed = QuantizedEmbedding(embedding.weight, self.dtype)
         self._decoder = _Decoder(
             layers=self._layers,
             embedding=table.pieces[0].packed,
@@ -193,8 +196,7 @@ class NativeDecoder:
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """The embeddings of int64 ids [...]: [..., hidden] in the weights' type."""
-        rows: torch.Tensor = self._embed(ids)
-        return rows
+        return self._embed(ids)
 
     def bind(self, store: KVStore) -> Callable[[Step], None]:
         """A function that runs one pass with `store` as the cache; stores may be many."""
