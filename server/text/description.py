@@ -15,6 +15,8 @@ MOST_CHARACTERS = 256 * 1024
 #: Rules of a grammar and references of a schema are followed one within the other, natively, on a
 #: stack that ends somewhere beyond 2000.
 MOST_RULES = 500
+#: Patterns (and formats) that one text must match together.
+MOST_PATTERNS = 8
 #: The library would go on to refuse alternatives that begin in more places at once.
 MOST_CHOICES = 1000
 
@@ -69,6 +71,58 @@ def check_size(source: GrammarSource) -> None:
         check(sum(":" in line for line in source.text.splitlines()), MOST_RULES, "rules")
 
 
+def _check_patterns(source: GrammarSource) -> None:
+    """Patterns that one string must match together take the library time beyond all limits to
+    tell whether any does; it asks for ever from a dozen on."""
+    most = 0
+    if source.kind == "grammar":
+        most = source.text.count("&")
+    elif source.kind == "json":
+        root, known = json.loads(source.text), dict[int, int]()
+        pending = [root]
+        while pending:
+            node = pending.pop()
+            pending += node.values() if isinstance(node, dict) else node
+            if isinstance(node, dict):
+                most = max(most, _patterns(node, root, known))
+            pending = [one for one in pending if isinstance(one, dict | list)]
+    if most > MOST_PATTERNS:
+        raise Refused(f"it has {most} patterns for one text; at most {MOST_PATTERNS} are allowed")
+
+
+def _patterns(schema: Any, root: Any, known: dict[int, int]) -> int:
+    """How many patterns a string must match at once by a schema.
+
+    Args:
+        known: of the schemas that were looked at, by their id.
+    """
+    if not isinstance(schema, dict):
+        return 0
+    if id(schema) not in known:
+        known[id(schema)] = 0  # of a circle, once
+        own = ("pattern" in schema) + ("format" in schema)
+        own += _patterns(_target(schema.get("$ref"), root), root, known)
+        own += sum(_patterns(child, root, known) for child in _list(schema, "allOf"))
+        for key in ("anyOf", "oneOf"):
+            own += max((_patterns(c, root, known) for c in _list(schema, key)), default=0)
+        known[id(schema)] = own
+    return known[id(schema)]
+
+
+def _list(schema: dict[str, Any], key: str) -> list[Any]:
+    return inner if isinstance(inner := schema.get(key), list) else []
+
+
+def _target(reference: Any, root: Any) -> Any:
+    """The schema that a reference within the same document names; None if there is none."""
+    if not isinstance(reference, str) or not reference.startswith("#"):
+        return None
+    for name in reference[1:].split("/")[1:]:
+        name = name.replace("~1", "/").replace("~0", "~")
+        root = root.get(name) if isinstance(root, dict) else None
+    return root
+
+
 def definition(source: GrammarSource) -> str:
     """A description in the library's own form.
 
@@ -80,6 +134,7 @@ def definition(source: GrammarSource) -> str:
 
     text = source.text
     try:
+        _check_patterns(source)
         if source.kind == "json":
             return str(LLMatcher.grammar_from_json_schema(text, _JSON_STYLE, {"lenient": False}))
         if source.kind == "regex":
@@ -88,6 +143,8 @@ def definition(source: GrammarSource) -> str:
             spelled = (json.dumps(word, ensure_ascii=False) for word in json.loads(text))
             return str(LLMatcher.grammar_from_lark("start: " + " | ".join(spelled)))
         return str(LLMatcher.grammar_from_lark(any_to_lark(text)))
+    except Refused:
+        raise
     except Exception as error:  # whatever a converter makes of foreign input
         raise Refused(sentence(str(error))) from None
 

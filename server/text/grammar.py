@@ -28,7 +28,7 @@ from server.text.description import (
 from server.text.tokenizer import Tokenizer
 
 #: Descriptions that may wait to be compiled, and compiled ones that are kept.
-_MOST_WAITING = 64
+_MOST_WAITING = 32
 _MOST_KEPT = 64
 
 #: In the library's units: some 20 ms to compile, 4 ms and 2 ms in a step, 50 MB of states.
@@ -57,7 +57,6 @@ class GrammarCompiler:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
         self._lock = threading.Lock()
         self._kept: OrderedDict[tuple[Any, ...], Future[CompiledGrammar]] = OrderedDict()
-        self._waiting = 0
 
     async def compile(self, source: GrammarSource, end_tokens: frozenset[int]) -> Grammar:
         """A grammar, once it is compiled; requests with the same description share it.
@@ -80,12 +79,10 @@ class GrammarCompiler:
         with self._lock:
             future = self._kept.get(key)
             if future is None or (future.done() and not _serves(future)):
-                if self._waiting >= _MOST_WAITING:
-                    raise Overloaded(f"{self._waiting} grammars wait to be compiled already.")
-                self._waiting += 1
-                future = self._thread.submit(self._compile, source, end_tokens)
-                future.add_done_callback(self._one_less)
-                self._kept[key] = future
+                waiting = sum(not other.done() for other in self._kept.values())
+                if waiting >= _MOST_WAITING:
+                    raise Overloaded(f"{waiting} grammars wait to be compiled already.")
+                future = self._kept[key] = self._thread.submit(self._compile, source, end_tokens)
             self._kept.move_to_end(key)
             while len(self._kept) > _MOST_KEPT:
                 self._kept.popitem(last=False)
@@ -97,10 +94,6 @@ class GrammarCompiler:
                 f"{where} cannot be compiled: {refused}. Simplify it, or leave it out.",
                 source.param,
             ) from None
-
-    def _one_less(self, _: object) -> None:
-        with self._lock:
-            self._waiting -= 1
 
     # -- in the thread -------------------------------------------------------------------
 
