@@ -45,6 +45,7 @@ SERVER_MAY = {
     "engine.stats",
     "engine.config",
     "engine.errors",
+    "engine.grammar",
     "engine.async_engine",
 }
 #: ... and what single parts of it need besides: modules that are light, or imported on demand.

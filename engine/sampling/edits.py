@@ -115,7 +115,7 @@ class Edits:
 
 
 def _allowed_ids(row: SamplingRow, size: int) -> NDArray[np.int64]:
-    """What allowed_token_ids and the grammar leave, or the grammar alone where both leave nothing."""
+    """What allowed_token_ids and the grammar leave; the grammar alone where both leave nothing."""
     listed = row.params.allowed_token_ids
     if row.allowed is None:
         return _integers(listed or ())
