@@ -9,6 +9,7 @@ a total variation of 0.1 is noticed (99 % power).
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ from engine.judge import Judge
 from engine.sampling import Chance, Outcome, Purpose, sampler
 from engine.sampling.verify import Rows
 from engine.types import Request, SamplingParams
+from tests.draft.plain_eagle import random_head
 from tests.fakes import Setup
 from tests.lossless.broken import Generous, Leaky
 from tests.lossless.worlds import (
@@ -33,6 +35,7 @@ from tests.lossless.worlds import (
     loaded,
     many,
     sample,
+    small,
 )
 from tests.sampling.support import Rule
 from tests.sampling.test_verify import (
@@ -79,12 +82,18 @@ def neighbours() -> list[Request]:
 # -- what is right passes --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("drafter", ["table", "model"])
-def test_texts_are_distributed_as_the_models(rule: str, drafter: str) -> None:
-    """Plain and shaped sampling at once, with a table's drafts and with a draft model's."""
-    setup = dataclasses.replace(TIGHT, draft=loaded("qwen3") if drafter == "model" else None)
-    who = TableDrafter() if drafter == "table" else "model"
+@pytest.mark.parametrize(
+    ("drafter", "rule"),
+    [*itertools.product(("table", "model"), RULES), ("eagle", "block")],
+)
+def test_texts_are_distributed_as_the_models(drafter: str, rule: str) -> None:
+    """Plain and shaped sampling at once, with a table's drafts, a draft model's and a head's."""
+    setup = dataclasses.replace(
+        TIGHT,
+        draft=loaded("qwen3") if drafter == "model" else None,
+        head=random_head(small("llama"), draft_vocab=3).loaded() if drafter == "eagle" else None,
+    )
+    who = TableDrafter() if drafter == "table" else drafter
     built = engine_of(setup, rule, drafter=who, max_draft=3)
     mixed = [
         r
