@@ -63,6 +63,7 @@ def make_portfolio(
         target.model.vocab_size,
         features=features,
         prediction_readers=[entry.name for entry in entries if entry.reads_predictions],
+        branching=[entry.name for entry in entries if entry.branches],
     )
 
 

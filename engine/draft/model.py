@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
+from typing import TypeVar
 
 import torch
 
@@ -44,8 +45,11 @@ class DraftModelLimits:
     temperature: float = 1.0
 
 
+D = TypeVar("D", bound="Draft")
+
+
 @dataclass(slots=True)
-class _Draft:
+class Draft:
     """One sequence's draft in the making."""
 
     index: int  # of the sequence in the call
@@ -93,7 +97,7 @@ class ModelDrafter:
         self._forwards = 0
         room = self.limits.max_model_len
         wanted = [
-            _Draft(i, sequence, min(length, room - len(sequence.tokens)))
+            Draft(i, sequence, min(length, room - len(sequence.tokens)))
             for i, (sequence, length) in enumerate(zip(sequences, lengths, strict=True))
         ]
         alive, logits = self._catch_up([d for d in wanted if d.length > 0])
@@ -125,7 +129,7 @@ class ModelDrafter:
 
     # -- rounds --------------------------------------------------------------------------
 
-    def _catch_up(self, drafts: list[_Draft]) -> tuple[list[_Draft], torch.Tensor]:
+    def _catch_up(self, drafts: list[D]) -> tuple[list[D], torch.Tensor]:
         """Feeds all committed tokens the draft model has not read, within the token budget.
 
         Returns:
@@ -148,7 +152,7 @@ class ModelDrafter:
                 ready.append(draft)
         return ready, self._forward(spans)
 
-    def _read_newest(self, drafts: list[_Draft]) -> torch.Tensor:
+    def _read_newest(self, drafts: list[Draft]) -> torch.Tensor:
         """Feeds every draft's newest token; returns a row of logits for each."""
         return self._forward(
             [
@@ -167,7 +171,7 @@ class ModelDrafter:
         )
         return runner.forward(batch).logits[:, : limits.vocab_size]
 
-    def _draw(self, drafts: list[_Draft], logits: torch.Tensor) -> None:
+    def _draw(self, drafts: list[Draft], logits: torch.Tensor) -> None:
         """One more token for every draft, from its row of logits [len(drafts), V]."""
         selector = Selector(logits)
         for purpose in (Purpose.TOKEN, Purpose.DRAFT):
@@ -178,7 +182,7 @@ class ModelDrafter:
             ]
             if not rows:
                 continue
-            contexts = [self._row(drafts[i]) for i in rows]
+            contexts = [self._row(drafts[i].sequence, drafts[i].tokens) for i in rows]
             chosen = selector.select(rows, contexts, purpose)
             for i, token in zip(rows, chosen, strict=True):
                 drafts[i].tokens.append(token)
@@ -187,16 +191,17 @@ class ModelDrafter:
                 for i, row in zip(rows, weights, strict=True):
                     drafts[i].weights.append(row)
 
-    def _row(self, draft: _Draft) -> SamplingRow:
-        sequence, params = draft.sequence, draft.sequence.request.sampling
+    def _row(self, sequence: Sequence, drafted: list[int]) -> SamplingRow:
+        """What the row after some draft tokens is about."""
+        params = sequence.request.sampling
         if self.limits.temperature != 1.0 and not params.greedy:
             scaled = min(2.0, params.temperature * self.limits.temperature)
             params = replace(params, temperature=scaled)
         return SamplingRow(
             params=params,
             prompt=sequence.request.prompt,
-            generated=sequence.tokens[sequence.prompt_length :] + draft.tokens,
-            position=len(sequence.tokens) + len(draft.tokens),
+            generated=sequence.tokens[sequence.prompt_length :] + drafted,
+            position=len(sequence.tokens) + len(drafted),
             seed=sequence.seed,
             choice=sequence.choice,
             eos_token_ids=self._eos_token_ids,
@@ -208,6 +213,11 @@ class ModelDrafter:
 
 def make_drafter(context: DrafterContext) -> ModelDrafter:
     """The drafter around the draft model that was loaded for it."""
+    return ModelDrafter(*parts_of(context))
+
+
+def parts_of(context: DrafterContext) -> tuple[Runner, DraftModelLimits, frozenset[int]]:
+    """What a `ModelDrafter` is made of."""
     config, target, own, pool = context.config, context.target.model, context.own, context.pool
     assert own is not None
     limits = DraftModelLimits(
@@ -219,4 +229,4 @@ def make_drafter(context: DrafterContext) -> ModelDrafter:
         max_batch_tokens=config.scheduler.max_batch_tokens,
         temperature=config.speculation.draft_temperature,
     )
-    return ModelDrafter(own.runner, limits, target.eos_token_ids)
+    return own.runner, limits, target.eos_token_ids

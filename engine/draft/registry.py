@@ -27,9 +27,11 @@ def _make_lookup(context: DrafterContext) -> Drafter:
 
 
 def _make_model(context: DrafterContext) -> Drafter:
-    from engine.draft.model import make_drafter
+    from engine.draft import model, tree_model
 
-    return make_drafter(context)
+    if context.config.speculation.max_nodes:
+        return tree_model.make_drafter(context)
+    return model.make_drafter(context)
 
 
 def _check_pair(target: Path, draft: Path) -> None:
@@ -50,6 +52,7 @@ _LOOKUP = DrafterEntry(
     make=_make_lookup,
     reads_predictions=True,
     always=True,
+    branches=True,
 )
 _MODEL = DrafterEntry(
     name="model",
@@ -61,6 +64,7 @@ _MODEL = DrafterEntry(
         check=_check_pair,
         load=_load_model,
     ),
+    branches=True,
 )
 
 #: Drafter of a server that is told nothing.
