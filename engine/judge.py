@@ -31,6 +31,7 @@ class Judgement:
         logprobs: of the emitted tokens, if the request wants them.
         prompt_logprobs: of the prompt tokens that this step's rows predict, if wanted.
         corrupted: the logits are not numbers; the request must fail.
+        failure: why the request must fail otherwise; None = it need not.
         way: of a draft that branches, its nodes that were accepted, one for each accepted token.
     """
 
@@ -38,6 +39,7 @@ class Judgement:
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     corrupted: bool = False
+    failure: str | None = None
     way: tuple[int, ...] | None = None
 
 
@@ -118,15 +120,18 @@ class Judge:
 
     def _row(self, sequence: Sequence, draft: Seq[int], depth: int, step: int = 0) -> SamplingRow:
         """What the row at `depth` sees: committed tokens and the draft tokens before it."""
+        generated = [*sequence.output, *draft[:depth]]
+        grammar = sequence.grammar
         return SamplingRow(
             params=sequence.request.sampling,
             prompt=sequence.request.prompt,
-            generated=[*sequence.tokens[sequence.prompt_length :], *draft[:depth]],
+            generated=generated,
             position=len(sequence.tokens) + depth,
             seed=sequence.seed,
             choice=sequence.choice,
             eos_token_ids=self.eos_token_ids,
             step=step,
+            allowed=None if grammar is None else grammar.allowed(generated),
         )
 
     def _judge_one(
@@ -134,6 +139,8 @@ class Judge:
     ) -> Judgement:
         """One sequence's judgement from what was drawn for it and the step's logits."""
         sequence, params = rows.sequence, rows.sequence.request.sampling
+        if sequence.grammar is not None and sequence.grammar.failure is not None:
+            return Judgement(NOTHING.verdict, failure=sequence.grammar.failure)
         verdict, logprobs, way = NOTHING.verdict, None, None
         if rows.scheduled.samples:
             accepted = len(target_tokens) - 1
@@ -162,7 +169,7 @@ class Judge:
         """Emitted tokens up to the first that ends the sequence."""
         params = sequence.request.sampling
         for i, token in enumerate(tokens[: sequence.room]):
-            is_eos = token in self.eos_token_ids and not params.ignore_eos
+            is_eos = token in self.eos_token_ids and params.ends_at_eos
             if is_eos or token in params.stop_token_ids:
                 return tokens[: i + 1]
         return tokens[: sequence.room]

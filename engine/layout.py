@@ -28,6 +28,7 @@ class SequenceRows:
         num_logits: how many it has; they belong to its last query tokens.
         num_prompt_logprobs: how many of them, from the first, predict prompt tokens whose log
             probabilities are wanted.
+        drafter: who was asked for the draft.
         parents: of a draft that branches: see `engine.tree`. None = a chain.
     """
 
@@ -38,6 +39,7 @@ class SequenceRows:
     first_logit: int
     num_logits: int
     num_prompt_logprobs: int
+    drafter: str
     parents: Seq[int] | None = None
 
     @property
@@ -105,22 +107,27 @@ class StepLayout:
 
 
 def lay_out(
-    plan: StepPlan, drafts: Seq[Seq[int]], trees: Seq[Seq[int] | None] | None = None
+    plan: StepPlan,
+    drafts: Seq[Seq[int]],
+    drafters: Seq[str],
+    trees: Seq[Seq[int] | None] | None = None,
 ) -> StepLayout:
     """Counts off the rows of a step.
 
     Args:
         plan: the scheduler's.
         drafts: one for each scheduled sequence; empty = a plain decode, or a prefill.
+        drafters: who was asked for each of them.
         trees: for each of them its parents, or None if it is a chain; None = all are.
     """
     row = logit = 0
     laid: list[SequenceRows] = []
     parents = trees or [None] * len(drafts)
-    for scheduled, draft, tree in zip(plan.scheduled, drafts, parents, strict=True):
+    parts = zip(plan.scheduled, drafts, drafters, parents, strict=True)
+    for scheduled, draft, name, tree in parts:
         start = scheduled.sequence.table.num_cached[TARGET]
         logits, prompt = num_logit_rows(scheduled, draft), predicted_prompt_tokens(scheduled)
-        laid.append(SequenceRows(scheduled, draft, start, row, logit, logits, prompt, tree))
+        laid.append(SequenceRows(scheduled, draft, start, row, logit, logits, prompt, name, tree))
         row += scheduled.num_feed + len(draft)
         logit += logits
     return StepLayout(tuple(laid), row, logit)

@@ -57,6 +57,7 @@ class FakeRunner:
     """
 
     min_rows = 1
+    branches = True
     device = torch.device("cpu")
 
     def __init__(self, num_pages: int, page_size: int) -> None:
@@ -96,7 +97,7 @@ class FakeRunner:
         return Pass(logits, end(), kept)
 
     def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """See `Runner.move`."""
+        """See `TreeRunner.move`."""
         for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
             self._tokens[target] = self._tokens[source]
 
@@ -127,6 +128,7 @@ class Around:
     def __init__(self, runner: Any) -> None:
         self.inner = runner
         self.store, self.device, self.min_rows = runner.store, runner.device, runner.min_rows
+        self.branches = runner.branches
 
     def forward(self, batch: Batch, features: tuple[int, ...] = ()) -> Pass:
         """See `Runner.forward`."""
@@ -134,7 +136,7 @@ class Around:
         return dataclasses.replace(passed, logits=self.change(batch, passed.logits.clone()))
 
     def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """See `Runner.move`."""
+        """See `TreeRunner.move`."""
         self.inner.move(sources, targets)
 
     def change(self, _batch: Batch, logits: torch.Tensor, /) -> torch.Tensor:

@@ -17,7 +17,7 @@ PACKAGES = ("engine", "server", "loadtest")
 
 #: Lowest first. A module imports its own layer's package, or what is in a layer below.
 LAYERS = (
-    {"engine.errors", "engine.model.paths", "engine.tree"},
+    {"engine.errors", "engine.grammar", "engine.model.paths", "engine.tree"},
     {"engine.types", "engine.config", "engine.stats"},
     {"engine.cache", "engine.sampling"},
     {"engine.sequence", "engine.rules", "engine.admission", "engine.flight", "engine.verification"}
@@ -66,12 +66,14 @@ WITHOUT_TORCH = (
     "engine.draft.automaton",
     "engine.draft.drafter",
     "engine.draft.entry",
+    "engine.draft.grammar",
     "engine.draft.lookup",
     "engine.draft.portfolio",
     "engine.draft.prediction",
     "engine.draft.registry",
     "engine.draft.tree",
     "engine.errors",
+    "engine.grammar",
     "engine.laps",
     "engine.idle",
     "engine.model.paths",

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field, replace
-from typing import TypeVar
 
 import torch
 
@@ -45,11 +44,8 @@ class DraftModelLimits:
     temperature: float = 1.0
 
 
-D = TypeVar("D", bound="Draft")
-
-
 @dataclass(slots=True)
-class Draft:
+class _Draft:
     """One sequence's draft in the making."""
 
     index: int  # of the sequence in the call
@@ -97,7 +93,7 @@ class ModelDrafter:
         self._forwards = 0
         room = self.limits.max_model_len
         wanted = [
-            Draft(i, sequence, min(length, room - len(sequence.tokens)))
+            _Draft(i, sequence, min(length, room - len(sequence.tokens)))
             for i, (sequence, length) in enumerate(zip(sequences, lengths, strict=True))
         ]
         alive, logits = self._catch_up([d for d in wanted if d.length > 0])
@@ -129,7 +125,7 @@ class ModelDrafter:
 
     # -- rounds --------------------------------------------------------------------------
 
-    def _catch_up(self, drafts: list[D]) -> tuple[list[D], torch.Tensor]:
+    def _catch_up(self, drafts: list[_Draft]) -> tuple[list[_Draft], torch.Tensor]:
         """Feeds all committed tokens the draft model has not read, within the token budget.
 
         Returns:
@@ -152,7 +148,7 @@ class ModelDrafter:
                 ready.append(draft)
         return ready, self._forward(spans)
 
-    def _read_newest(self, drafts: list[Draft]) -> torch.Tensor:
+    def _read_newest(self, drafts: list[_Draft]) -> torch.Tensor:
         """Feeds every draft's newest token; returns a row of logits for each."""
         return self._forward(
             [
@@ -171,7 +167,7 @@ class ModelDrafter:
         )
         return runner.forward(batch).logits[:, : limits.vocab_size]
 
-    def _draw(self, drafts: list[Draft], logits: torch.Tensor) -> None:
+    def _draw(self, drafts: list[_Draft], logits: torch.Tensor) -> None:
         """One more token for every draft, from its row of logits [len(drafts), V]."""
         selector = Selector(logits)
         for purpose in (Purpose.TOKEN, Purpose.DRAFT):

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from engine.draft.drafter import Drafter, DraftProposal, SequenceView, StepView
 from engine.draft.tree import check_parents, prune, renumber
 from engine.sequence import Sequence
-from engine.tree import is_chain
+from engine.tree import branches, is_chain
 
 if TYPE_CHECKING:
     import torch
@@ -36,6 +36,9 @@ class DrafterPortfolio:
         prediction_readers: drafters that draft from a request's `prediction`.
         branching: drafters whose drafts may branch, so that they are asked for so many nodes;
             all others are not asked for more tokens than could be kept.
+        grammar_readers: drafters that draft from a request's grammar.
+        trees: whether the target takes drafts that branch; otherwise of each the first way is
+            kept.
         clock: seconds, for what each drafter takes: the draft cost.
     """
 
@@ -47,6 +50,8 @@ class DrafterPortfolio:
         features: Mapping[str, Seq[int]] = MappingProxyType({}),
         prediction_readers: Collection[str] = (),
         branching: Collection[str] = (),
+        grammar_readers: Collection[str] = (),
+        trees: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._drafters = dict(drafters)
@@ -54,6 +59,8 @@ class DrafterPortfolio:
         self._features = {name: tuple(features.get(name, ())) for name in drafters}
         self._prediction_readers = frozenset(prediction_readers)
         self._branching = frozenset(branching)
+        self._grammar_readers = frozenset(grammar_readers)
+        self._trees = trees
         self._clock = clock
 
     @property
@@ -65,6 +72,11 @@ class DrafterPortfolio:
     def prediction_readers(self) -> tuple[str, ...]:
         """Drafters that work and draft from a request's `prediction`."""
         return tuple(name for name in self._drafters if name in self._prediction_readers)
+
+    @property
+    def grammar_readers(self) -> tuple[str, ...]:
+        """Drafters that work and draft from a request's grammar."""
+        return tuple(name for name in self._drafters if name in self._grammar_readers)
 
     # -- before a step -------------------------------------------------------------------
 
@@ -184,6 +196,8 @@ class DrafterPortfolio:
                 continue
             check_parents(draft, tree)
             nodes = prune(draft, tree, length, sequence.max_depth, self._vocab_size)
+            if not self._trees:
+                nodes = [nodes[n] for n in branches(renumber(nodes, tree))[0].way]
             parents = renumber(nodes, tree)
             chosen = rows if rows is None or nodes == list(range(len(rows))) else rows[nodes]
             yield [draft[n] for n in nodes], chosen, None if is_chain(parents) else parents

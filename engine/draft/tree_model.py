@@ -17,9 +17,9 @@ import torch
 from engine.batch import Span
 from engine.draft.drafter import DraftProposal, StepView
 from engine.draft.entry import DrafterContext
-from engine.draft.model import Draft, DraftModelLimits, ModelDrafter, parts_of
+from engine.draft.model import DraftModelLimits, ModelDrafter, _Draft, parts_of
 from engine.draft.tree import renumber
-from engine.model.passes import Runner
+from engine.model.passes import Runner, can_branch
 from engine.sampling import Purpose, noise_key, process_logits
 from engine.sampling.noise import gumbel
 from engine.sequence import Sequence
@@ -30,7 +30,7 @@ _RACING = 128
 
 
 @dataclass(slots=True)
-class _Tree(Draft):
+class _Tree(_Draft):
     """One sequence's tree in the making; `length` is its budget of nodes.
 
     Attributes:
@@ -87,7 +87,8 @@ class TreeModelDrafter(ModelDrafter):
             depth = min(sequence.max_depth, room, length)
             pages = list(sequence.table.pages)
             wanted.append(_Tree(i, sequence, length if depth > 0 else 0, depth=depth, pages=pages))
-        ready, logits = self._catch_up([tree for tree in wanted if tree.length > 0])
+        found, logits = self._catch_up([tree for tree in wanted if tree.length > 0])
+        ready = [tree for tree in found if isinstance(tree, _Tree)]  # all of them
         reading = [(tree, [-1]) for tree in ready]
         level = 1
         while reading:
@@ -124,7 +125,7 @@ class TreeModelDrafter(ModelDrafter):
                     moves.append((old, new))
                 kept += 1
             part.sequence.table.num_cached[self.limits.store] += kept
-        if moves:
+        if moves and can_branch(self.runner):
             sources, targets = torch.tensor(moves, device=self.runner.device).T.contiguous()
             self.runner.move(sources, targets)
 

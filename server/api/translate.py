@@ -69,8 +69,7 @@ async def completion_job(context: ServerContext, codec: TextCodec, body: Complet
     )
     check_choices(options, samples, len(items))
     texts = [item for item in items if isinstance(item, str)]
-    if body.truncate_prompt_tokens is None:
-        check_texts(texts, codec, context.engine.info, "prompt")
+    check_texts(texts, codec, context.engine.info, "prompt")
     wishes = await _wishes(context, codec, body, count)
     add_special = body.add_special_tokens is not False
     prompts = await codec.encode(texts, add_special_tokens=add_special) if texts else list(items)
@@ -114,8 +113,7 @@ async def chat_job(context: ServerContext, codec: TextCodec, body: ChatCompletio
         continue_final_message=continued,
         variables=template_variables(body),
     )
-    if body.truncate_prompt_tokens is None:
-        check_texts([text], codec, context.engine.info, "messages")
+    check_texts([text], codec, context.engine.info, "messages")
     # The template has written the special tokens already.
     prompts = await codec.encode([text], add_special_tokens=bool(body.add_special_tokens))
     return _job(context.engine.info, body, count, wishes, prompts, [text])
@@ -140,7 +138,9 @@ async def _wishes(
     rules = _text_rules(context.options, body, context.engine.info)
     return _Wishes(
         sampling=await sampling_params(context, codec, body, count),
-        speculation=await _speculation(codec, body, context.engine.info),
+        speculation=await _speculation(
+            codec, body, context.engine.info, context.options.allow_trace
+        ),
         rules=rules,
     )
 
@@ -207,7 +207,7 @@ def _text_rules(options: ServerOptions, body: GenerationRequest, info: EngineInf
 
 
 async def _speculation(
-    codec: TextCodec, body: GenerationRequest, info: EngineInfo
+    codec: TextCodec, body: GenerationRequest, info: EngineInfo, allow_trace: bool
 ) -> SpeculationParams:
     asked, prediction = body.speculation, body.prediction
     tokens: Sequence[int] = ()
@@ -223,9 +223,16 @@ async def _speculation(
             f"speculation.drafter is {quote(drafter)}, which is not loaded; choose from: {loaded}.",
             "speculation.drafter",
         )
+    trace = bool(asked is not None and asked.trace)
+    if trace and not allow_trace:
+        raise InvalidRequest(
+            "speculation.trace is switched off on this server (allow_trace: false).",
+            "speculation.trace",
+        )
     return SpeculationParams(
         enabled=asked.enabled if asked is not None else None,
         drafter=drafter,
         max_draft=asked.max_draft if asked is not None else None,
         prediction=tuple(tokens[: info.max_model_len]),
+        trace=trace,
     )

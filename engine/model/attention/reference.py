@@ -15,7 +15,7 @@ class ReferenceAttention:
     name = "reference"
 
     def move(self, store: KVStore, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """See `AttentionBackend.move`."""
+        """See `TreeAttention.move`."""
         store.move(sources, targets)
 
     def prepare(self, batch: Batch, store: KVStore) -> Attend:

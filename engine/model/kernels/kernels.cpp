@@ -1,6 +1,7 @@
 // What Python calls; see attention.h, linear.h and decoder.h.
 
 #include "decoder.h"
+#include "fewbit_linear.h"
 #include "linear.h"
 
 // Mirrors `_Arguments` in attention/cpu.py.
@@ -89,6 +90,12 @@ extern "C" void specserve_linear(const Linear* linear, const void* x, int64_t st
   else run_linear<Float32, Weights32>(*linear, x, stride, int(rows), output);
 }
 
+// The same for weights in few bits.
+extern "C" void specserve_fewbit_linear(const FewbitLinear* linear, const void* x, int64_t stride, int64_t rows, void* output) {
+  if (linear->bfloat16) run_fewbit<BFloat16>(*linear, x, stride, int(rows), output);
+  else run_fewbit<Float32>(*linear, x, stride, int(rows), output);
+}
+
 // One pass of a whole decoder.
 extern "C" void specserve_decode(const Decoder* decoder, const Step* step) {
   Barrier barrier;
@@ -96,12 +103,15 @@ extern "C" void specserve_decode(const Decoder* decoder, const Step* step) {
   else Forward<Float32, Weights32>{*decoder, *step, barrier}.run();
 }
 
+// Which unit multiplies tiles: see `TileUnit` in tiles.h.
+extern "C" int32_t specserve_tile_unit() { return int32_t(tile_unit()); }
+
 // Bytes of a structure that Python mirrors, or -1 where the name is not known.
 extern "C" int64_t specserve_size_of(const char* name) {
   const struct { const char* name; int64_t size; } known[] = {
       {"Arguments", sizeof(Arguments)}, {"Attention", sizeof(Attention)}, {"Decoder", sizeof(Decoder)},
       {"Layer", sizeof(Layer)},         {"Linear", sizeof(Linear)},       {"Move", sizeof(Move)},
-      {"Step", sizeof(Step)},
+      {"Step", sizeof(Step)},           {"FewbitLinear", sizeof(FewbitLinear)},
   };
   for (const auto& entry : known)
     if (std::strcmp(name, entry.name) == 0) return entry.size;
