@@ -26,6 +26,7 @@ class NativeRunner:
 
     #: One row is computed like any other.
     min_rows = 1
+    branches = True
 
     def __init__(self, decoder: NativeDecoder, num_pages: int, page_size: int) -> None:
         self.device = torch.device("cpu")
@@ -65,7 +66,7 @@ class NativeRunner:
         return Pass(self._logits[: batch.num_logits], end(), kept)
 
     def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """See `Runner.move`."""
+        """See `TreeRunner.move`."""
         move_tokens(self.store, sources, targets)
 
     def _make_room(self, rows: int, num_logits: int) -> None:

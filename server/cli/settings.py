@@ -124,6 +124,12 @@ class Settings(BaseModel):
     max_draft: int = Field(
         _SPECULATION.max_draft, ge=0, le=64, description="most draft tokens per sequence and step"
     )
+    max_nodes: int = Field(
+        _SPECULATION.max_nodes,
+        ge=0,
+        le=64,
+        description="most draft tokens of a draft that branches, max_draft deep; 0: none branches",
+    )
 
     audit_rate: float = Field(
         0.0,
@@ -297,6 +303,7 @@ class Settings(BaseModel):
                 drafters=self.drafters,
                 lookup_store_bytes=self.lookup_store_memory,
                 max_draft=self.max_draft,
+                max_nodes=self.max_nodes,
                 draft_model=None
                 if self.draft_model is None
                 else replace(model, path=self.draft_model, max_model_len=None),

@@ -171,7 +171,9 @@ void attend_tile(const Attention& a, Scratch<T>& scratch, const Task& task, cons
   typedef typename T::Element Element;
   const int per_group = a.heads / a.groups, size = kSize ? kSize : a.head_size, padded = padded_size(size);
   const int rows = task.tile.tokens * per_group, position0 = task.position0, last_position = task.last_position;
-  const auto row_of = [&](int r) { return a.query_starts[task.tile.sequence] + task.tile.place(task.tile.token + r / per_group); };
+  const auto row_of = [&](int r) {
+    return a.query_starts[task.tile.sequence] + task.tile.place(task.tile.token + r / per_group) - task.tile.cached;
+  };
   const auto* from_queries = static_cast<const typename Q::Element*>(a.queries);
   float* const output = scratch.sums.data();
   Element *const queries = scratch.heads.data(), *const assembled = queries + kTileRows * padded;
