@@ -154,6 +154,9 @@ def _describe(
         drafters=drafters,
         max_draft=config.speculation.max_draft,
         checked=loaded.checked,
+        weights=loaded.weights,
+        kv_dtype=str(loaded.shape.dtype).removeprefix("torch."),
+        kv_bytes_per_token=loaded.shape.bytes_per_token,
     )
 
 
@@ -187,6 +190,7 @@ def _make_cache(
     spare = available_memory(target.device) - logits_bytes(
         config.scheduler, config.speculation.max_draft, target.vocab_size
     )
+    spare -= sum(m.reserve(cache.page_size, config.scheduler.max_batch_tokens) for m in models)
     useful = config.scheduler.max_sequences * target.max_model_len
     pages = plan_pages(cache, [model.shape for model in models], spare, useful)
     pool = PagePool(pages, cache.page_size, len(models), cache.prefix_reuse)

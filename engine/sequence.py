@@ -7,6 +7,7 @@ import time
 from dataclasses import InitVar, dataclass, field
 
 from engine.cache.pages import TARGET, PageTable
+from engine.grammar import GrammarCursor
 from engine.types import FinishReason, Request, SequenceStats, TokenLogprobs
 
 
@@ -37,6 +38,7 @@ class Sequence:
             else decides; the planner says who does in a step.
         last_draft: draft tokens that were checked for it in its last step.
         prompt_logprobs: entries of the prompt computed so far; entry 0 is None.
+        grammar: answers what the request's grammar allows, if it has one.
     """
 
     request: Request
@@ -50,6 +52,7 @@ class Sequence:
     verification: str = "match"
     drafters: tuple[str, ...] = ()
     tokens: list[int] = field(init=False)
+    grammar: GrammarCursor | None = field(init=False, default=None)
     status: Status = Status.WAITING
     cached_prompt_tokens: int = 0
     draft_tokens: int = 0
@@ -66,6 +69,8 @@ class Sequence:
     def __post_init__(self, drafter: str) -> None:
         self.tokens = list(self.request.prompt)
         self.drafters = self.drafters or (drafter,)
+        if (grammar := self.request.sampling.grammar) is not None:
+            self.grammar = GrammarCursor(grammar)
 
     @property
     def order(self) -> tuple[int, int, int, int]:
@@ -82,6 +87,11 @@ class Sequence:
     def num_generated(self) -> int:
         """Number of committed tokens after the prompt."""
         return len(self.tokens) - len(self.request.prompt)
+
+    @property
+    def output(self) -> list[int]:
+        """Committed tokens after the prompt."""
+        return self.tokens[len(self.request.prompt) :]
 
     @property
     def num_uncached(self) -> int:
@@ -109,7 +119,7 @@ class Sequence:
         params = self.request.sampling
         if self.num_generated:
             last = self.tokens[-1]
-            is_eos = last in eos_token_ids and not params.ignore_eos
+            is_eos = last in eos_token_ids and params.ends_at_eos
             if is_eos or last in params.stop_token_ids:
                 return FinishReason.STOP
         return FinishReason.LENGTH if self.room <= 0 else None

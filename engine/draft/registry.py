@@ -32,6 +32,12 @@ def _make_model(context: DrafterContext) -> Drafter:
     return make_drafter(context)
 
 
+def _make_grammar(context: DrafterContext) -> Drafter:
+    from engine.draft.grammar import make_drafter
+
+    return make_drafter(context)
+
+
 def _check_pair(target: Path, draft: Path) -> None:
     from engine.model.pairing import check_pair
 
@@ -42,6 +48,24 @@ def _load_model(config: ModelConfig) -> LoadedModel:
     from engine.model.checked import load_checked
 
     return load_checked(Path(config.path), config)
+
+
+def _make_eagle(context: DrafterContext) -> Drafter:
+    from engine.draft.heads.eagle import make_drafter
+
+    return make_drafter(context)
+
+
+def _check_head(target: Path, head: Path) -> None:
+    from engine.draft.heads.config import check_head
+
+    check_head(target, head)
+
+
+def _load_head(config: ModelConfig) -> LoadedModel:
+    from engine.draft.heads.runner import load_head
+
+    return load_head(config)
 
 
 _LOOKUP = DrafterEntry(
@@ -62,11 +86,29 @@ _MODEL = DrafterEntry(
         load=_load_model,
     ),
 )
+_GRAMMAR = DrafterEntry(
+    name="grammar",
+    summary="drafts what a request's grammar forces, for requests that have one",
+    make=_make_grammar,
+    reads_grammars=True,
+    always=True,
+)
+_EAGLE = DrafterEntry(
+    name="eagle",
+    summary="drafts with a head on the target's own hidden states",
+    make=_make_eagle,
+    model=OwnModel(
+        setting="draft_head",
+        config=lambda speculation: speculation.draft_head,
+        check=_check_head,
+        load=_load_head,
+    ),
+)
 
 #: Drafter of a server that is told nothing.
 DEFAULT = _LOOKUP.name
 
-_entries = {entry.name: entry for entry in (_LOOKUP, _MODEL)}
+_entries = {entry.name: entry for entry in (_LOOKUP, _MODEL, _EAGLE, _GRAMMAR)}
 
 
 def register(entry: DrafterEntry) -> None:

@@ -66,10 +66,11 @@ class Step(ctypes.Structure):
 
     _fields_ = [
         *fields(ctypes.c_void_p, "input_ids positions slots logit_rows"),
-        *fields(ctypes.c_void_p, "query_starts context_lengths page_tables"),
+        *fields(ctypes.c_void_p, "query_starts context_lengths page_tables branches paths"),
         *fields(ctypes.c_void_p, "residual squares normed queries qkv gated logits"),
         *fields(ctypes.c_void_p, "features feature_layers"),
         *fields(ctypes.c_int32, "rows num_logits sequences table_width page_size num_features"),
+        *fields(ctypes.c_int32, "num_branches unused"),
     ]
 
 
@@ -133,9 +134,11 @@ class NativeDecoder:
         self._layers = (_Layer * len(body.layers))(*map(self._layer, body.layers, windows))
         positions = torch.arange(max_model_len).unsqueeze(0)
         cosines, sines = body.rotary_emb(torch.zeros(1, dtype=torch.float32), positions)
+        embedding = self._keep(body.embed_tokens.weight.detach())
+        self._embedding = self._kept[-1]
         self._decoder = _Decoder(
             layers=self._layers,
-            embedding=self._keep(body.embed_tokens.weight.detach()),
+            embedding=embedding,
             final_norm=self._keep(body.norm.weight.detach().float()),
             head=self._keep(pack(model.lm_head.weight.detach())),
             cosines=self._keep(cosines[0].float()),
@@ -163,6 +166,10 @@ class NativeDecoder:
     def num_bytes(self) -> int:
         """Memory of all weights and tables."""
         return sum(t.numel() * t.element_size() for t in self._kept)
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """The embeddings of int64 ids [...]: [..., hidden] in the weights' type."""
+        return nn.functional.embedding(ids, self._embedding)
 
     def bind(self, store: KVStore) -> Callable[[Step], None]:
         """A function that runs one pass with `store` as the cache; stores may be many."""

@@ -8,6 +8,7 @@ import torch
 
 from engine.batch import Batch
 from engine.cache.store import KVStore
+from engine.model.attention.cpu import branches_of, move_tokens
 from engine.model.native_decoder import NativeDecoder, Step
 from engine.model.packing import BLOCK, num_blocks
 from engine.model.passes import Pass, check_layers, start_timer
@@ -49,6 +50,7 @@ class NativeRunner:
             table_width=batch.page_tables.shape[1],
             page_size=batch.page_size,
             num_features=len(features),
+            **branches_of(batch),
         )
         tokens = ("input_ids", "positions", "slots", "logit_rows")
         for name in (*tokens, "query_starts", "context_lengths", "page_tables"):
@@ -59,6 +61,10 @@ class NativeRunner:
         own = rows - batch.num_padding_rows
         kept = {layer: state[:own] for layer, state in zip(features, states, strict=True)}
         return Pass(self._logits[: batch.num_logits], end(), kept)
+
+    def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """See `Runner.move`."""
+        move_tokens(self.store, sources, targets)
 
     def _make_room(self, rows: int, num_logits: int) -> None:
         """Grows the buffers; in the steady state they are just reused."""

@@ -37,9 +37,10 @@ class Pass:
 
 
 class Runner(Protocol):
-    """Runs a model over packed batches: `NativeRunner` or `ModelRunner`."""
+    """Runs a model over packed batches: `NativeRunner`, `CudaRunner` or `ModelRunner`."""
 
     store: KVStore
+    #: Where the tensors of its batches have to be; the model itself may be elsewhere.
     device: torch.device
     #: Rows a pass needs at least, so that every row is computed alike.
     min_rows: int
@@ -55,6 +56,16 @@ class Runner(Protocol):
 
         Raises:
             ValueError: `features` names a layer that the model does not have.
+        """
+        ...
+
+    def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Moves the keys and values of all layers within the store, as if tokens had been fed to
+        other slots in the first place.
+
+        Args:
+            sources: [N] int64 slots. They are read in order: none may be an earlier target.
+            targets: [N] int64 slots.
         """
         ...
 

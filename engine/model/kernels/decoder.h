@@ -35,6 +35,8 @@ struct Step {
   const int64_t *input_ids, *positions, *slots;  // [T]
   const int64_t* logit_rows;  // [R]
   const int32_t *query_starts, *context_lengths, *page_tables;
+  const Branch* branches;  // see pages.h
+  const int32_t* paths;
   float *residual, *squares;  // [hidden / 32, T, 32]; [hidden / 32, T], the sums of its squares
   void *normed, *queries;     // [max(hidden, heads * head_size) / 32, T, 32], [heads, T, head_size]
   float* qkv;                 // [T, (heads + 2 * groups) * head_size], padded to blocks
@@ -42,7 +44,7 @@ struct Step {
   float* logits;    // [R, V]
   float* features;  // [F, T, hidden], the residual stream after each of `feature_layers` [F]
   const int32_t* feature_layers;  // 0 = embeddings, i = after i layers
-  int32_t rows, num_logits, sequences, table_width, page_size, num_features;
+  int32_t rows, num_logits, sequences, table_width, page_size, num_features, num_branches, unused;
 };
 
 namespace {
@@ -256,6 +258,9 @@ struct Forward {
     a.query_starts = s.query_starts;
     a.context_lengths = s.context_lengths;
     a.page_tables = s.page_tables;
+    a.branches = s.branches;
+    a.paths = s.paths;
+    a.num_branches = s.num_branches;
     a.query_stride = m.head_size;
     a.query_head_stride = int64_t(s.rows) * m.head_size;
     a.sequences = s.sequences;
