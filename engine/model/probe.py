@@ -77,7 +77,7 @@ def probe(model: PreTrainedModel) -> tuple[LayerNeeds, ...]:
 
     ids = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
     positions = torch.arange(2, device=model.device).unsqueeze(0)
-    with packed_rows_of(type(model).__name__), shapes_only():
+    with shapes_only(), packed_rows_of(type(model).__name__):
         model(input_ids=ids, position_ids=positions, use_cache=False, paged_attend=attend)
     check_layers(model, [call.layer for call in calls])
     needs = tuple(

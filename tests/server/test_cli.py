@@ -116,8 +116,9 @@ def test_pull_prints_the_directory(model: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_doctor_says_what_fits(
-    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("SPECSERVE_HOME", str(tmp_path))  # without kernels
     monkeypatch.setenv("CXX", "/no/such")
     monkeypatch.setenv("PATH", "/nowhere")
     assert main(["doctor", *small(model)]) == 0
@@ -164,7 +165,7 @@ def test_generate_refuses_what_does_not_fit(
 
 
 def test_a_signal_lets_running_requests_finish(model: Path, tmp_path: Path) -> None:
-    with serving(tmp_path / "log", small(model)) as served:
+    with serving(tmp_path / "log", small(model), cwd=tmp_path) as served:  # started from nothing
         served.wait_until_ready()
         assert "Tiny (float32 on cpu, reference runner, 4096 tokens of context)" in served.said()
         with streaming(served, 400) as chunks:
