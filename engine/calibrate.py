@@ -58,7 +58,8 @@ def load_calibration(
         )
     finally:
         timer.close()
-    _write(path, measured)
+    if measured.whole:
+        _write(path, measured)
     return measured
 
 
@@ -84,14 +85,14 @@ class PassTimer:
             pool.reserve(table, tokens)
         self.seconds(sequences, sequences, tokens - 1)
 
-    def seconds(self, rows: int, sequences: int, context: int) -> float:
+    def seconds(self, rows: int, sequences: int, context: int, logits: int = 1) -> float:
         """See `engine.sweep.Measure`; the context is cut where it does not fit."""
         spans = []
         for i, table in enumerate(self._tables[:sequences]):
             count = rows // sequences + (i < rows % sequences)
             if count:
                 start = min(context, self._tokens - count)
-                spans.append(Span([0] * count, start, table, count))
+                spans.append(Span([0] * count, start, table, min(count, logits)))
         runner, pool = self._runner, self._pool
         batch = build_batch(spans, pool.page_size, pool.num_pages, runner.device, runner.min_rows)
         return runner.forward(batch).seconds()

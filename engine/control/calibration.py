@@ -7,7 +7,10 @@ import json
 import math
 from dataclasses import asdict, dataclass
 
-_VERSION = 1
+_VERSION = 2
+
+#: (query tokens, seconds), ascending in both; linear in between.
+Curve = tuple[tuple[int, float], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,36 +18,43 @@ class Calibration:
     """Seconds of a pass: curve(query tokens) + three terms in proportion to counts.
 
     Attributes:
-        curve: (query tokens, seconds), ascending in both; linear in between.
+        curve: where all query tokens are given logits, as drafts are.
         sequence_seconds: for each sequence in the pass.
         context_seconds: for each cached token that is read.
         attention_seconds: for each pair of a query token and a cached token.
         measured: False if this is an assumption whose scale is unknown.
+        whole: False if time was over before all that matters was timed; better not kept.
+        prompt: as `curve`, where only the last query token is given logits; empty = the same.
     """
 
-    curve: tuple[tuple[int, float], ...]
+    curve: Curve
     sequence_seconds: float
     context_seconds: float
     attention_seconds: float
     measured: bool = True
+    whole: bool = True
+    prompt: Curve = ()
 
     def __post_init__(self) -> None:
-        rows = [n for n, _ in self.curve]
-        times = [t for _, t in self.curve]
-        terms = (self.sequence_seconds, self.context_seconds, self.attention_seconds)
-        if not rows or rows != sorted(set(rows)) or rows[0] < 1 or times != sorted(times):
-            raise ValueError(f"curve is {self.curve}; it must ascend in tokens and in seconds")
-        if times[0] <= 0 or not all(math.isfinite(t) and t >= 0 for t in (*times, *terms)):
-            raise ValueError("a calibration holds finite times that are not negative")
+        for curve in (self.curve, self.prompt or self.curve):
+            rows, times = [n for n, _ in curve], [t for _, t in curve]
+            if not rows or rows != sorted(set(rows)) or rows[0] < 1 or times != sorted(times):
+                raise ValueError(f"a curve is {curve}; it must ascend in tokens and in seconds")
+            if times[0] <= 0 or not all(math.isfinite(t) and t >= 0 for t in (*times, *self.terms)):
+                raise ValueError("a calibration holds finite times that are not negative")
+
+    @property
+    def terms(self) -> tuple[float, float, float]:
+        """The three, in the order of their fields."""
+        return self.sequence_seconds, self.context_seconds, self.attention_seconds
 
     def rows_seconds(self, rows: float) -> float:
         """The curve at any number of query tokens; beyond its end it goes on as it ended."""
-        points = ((0, self.curve[0][1]), *self.curve)
-        for (low, before), (high, after) in zip(points, self.curve, strict=False):
-            if rows <= high:
-                return before + (after - before) * (rows - low) / (high - low)
-        last_rows, last = self.curve[-1]
-        return last + self._final_slope() * (rows - last_rows)
+        return _read(self.curve, rows)
+
+    def prompt_seconds(self, rows: float) -> float:
+        """The same of a prompt, whose last token alone is given logits."""
+        return _read(self.prompt or self.curve, rows)
 
     def to_json(self) -> str:
         """For the cache."""
@@ -61,21 +71,29 @@ class Calibration:
             data = json.loads(text)
             if data.pop("version") != _VERSION:
                 raise ValueError("the calibration was written by another version")
-            curve = tuple((int(n), float(t)) for n, t in data.pop("curve"))
-            measured = bool(data.pop("measured"))
-            return cls(curve, **{k: float(v) for k, v in data.items()}, measured=measured)
+            for name in ("curve", "prompt"):
+                data[name] = tuple((int(n), float(t)) for n, t in data[name])
+            return cls(**data)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"not a calibration ({type(error).__name__})") from error
 
-    def _final_slope(self) -> float:
-        if len(self.curve) < 2:
-            return 0.0
-        # Over the last octave, so that a plateau at the very end is not taken for the trend.
-        rows, seconds = self.curve[-1]
-        low, before = next(
-            (p for p in reversed(self.curve[:-1]) if p[0] <= rows / 2), self.curve[0]
-        )
-        return (seconds - before) / (rows - low)
+
+def _read(curve: Curve, rows: float) -> float:
+    """A curve at any number of query tokens."""
+    points = ((0, curve[0][1]), *curve)
+    for (low, before), (high, after) in zip(points, curve, strict=False):
+        if rows <= high:
+            return before + (after - before) * (rows - low) / (high - low)
+    return curve[-1][1] + _final_slope(curve) * (rows - curve[-1][0])
+
+
+def _final_slope(curve: Curve) -> float:
+    if len(curve) < 2:
+        return 0.0
+    # Over the last octave, so that a plateau at the very end is not taken for the trend.
+    rows, seconds = curve[-1]
+    low, before = next((p for p in reversed(curve[:-1]) if p[0] <= rows / 2), curve[0])
+    return (seconds - before) / (rows - low)
 
 
 #: Before anything is measured: a pass that doubles its time at 32 tokens. Its scale is

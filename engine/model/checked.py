@@ -92,7 +92,8 @@ def _key(directory: Path, config: ModelConfig, model: PreTrainedModel) -> str:
         kernels = True
     except NativeUnavailable:
         kernels = False
-    settings = (config.runner, config.max_model_len, config.activations, kernels)
+    how = (config.numerics, config.activations)
+    settings = (config.runner, how, config.max_model_len, kernels)
     kinds = describe_weights(model).kinds
     parts = [passes_version(), f"{model.dtype} {model.device} {kinds} {settings}"]
     for path in sorted(directory.iterdir()):

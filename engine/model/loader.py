@@ -34,7 +34,12 @@ logger = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-RUNNERS = ("auto", "native", "torch", "reference")
+RUNNERS = ("auto", "native", "cuda", "torch", "reference")
+
+
+def _nothing(_page_size: int, _max_rows: int, /) -> int:
+    return 0
+
 
 #: Whether "auto" keeps the blocks of a GGUF file.
 KEEP_BLOCKS = False
@@ -46,13 +51,17 @@ class LoadedModel:
 
     Attributes:
         make_runner: (num_pages, page_size) -> runner; allocates the K/V store.
-        runner_name: "native", "torch" or "reference".
+        runner_name: "native", "cuda", "torch" or "reference".
         shape: what the model stores per token.
         device: where it runs.
         vocab_size: token ids in use; the output layer may be padded beyond.
         max_model_len: most tokens it was made for, or configured to.
         eos_token_ids: tokens that end a text.
         checked: what comparing it with transformers' own forward has found, in words.
+        reserve: (page_size, most rows of a pass) -> bytes that a runner takes on its device
+            beside weights and pages, as far as that is not little.
+        embed: int64 ids [...] -> embeddings [..., hidden], for heads, which borrow them.
+        taps: of a head: number of its target's layers -> those whose hidden states it reads.
         weights: what it was loaded with.
     """
 
@@ -64,6 +73,9 @@ class LoadedModel:
     max_model_len: int
     eos_token_ids: frozenset[int]
     checked: str = "not compared with transformers"
+    reserve: Callable[[int, int], int] = _nothing
+    embed: Callable[[torch.Tensor], torch.Tensor] | None = None
+    taps: Callable[[int], tuple[int, ...]] | None = None
     weights: WeightsInfo = field(default_factory=WeightsInfo)
 
 
@@ -108,18 +120,23 @@ def adopt_model(model: PreTrainedModel, config: ModelConfig) -> LoadedModel:
     limit = longest_sequence(model, config.max_model_len)
     text = model.config.get_text_config()
     facts = (model.device, text.vocab_size, limit, _eos_token_ids(model))
-    weights = describe_weights(model)
+    make_loaded = partial(LoadedModel, weights=describe_weights(model))
     if config.runner in ("auto", "native"):
         decoder = _native_decoder(model, limit, needs, required=config.runner == "native")
         if decoder is not None:
-            make: Callable[[int, int], Runner] = partial(NativeRunner, decoder)
-            return LoadedModel(make, "native", decoder.shape, *facts, weights=weights)
-    backend = _choose_attention(config.runner, model, needs[0])
+            native = partial(NativeRunner, decoder)
+            return make_loaded(native, "native", decoder.shape, *facts, embed=decoder.embed)
+    if config.runner in ("auto", "cuda"):
+        found = _cuda_runner(model, config, limit, needs)
+        if found is not None:
+            make_runner, reserve, shape = found
+            return make_loaded(make_runner, "cuda", shape, *facts, reserve=reserve)
+    backend = _choose_attention(config.runner, model, needs[0], limit)
     _make_invariant(model)
-    name = "torch" if isinstance(backend, CpuAttention) else "reference"
+    name = "reference" if isinstance(backend, ReferenceAttention) else "torch"
     shape = cache_shape(model, needs)
     make = partial(ModelRunner, model, backend, shape)
-    return LoadedModel(make, name, shape, *facts, weights=weights)
+    return make_loaded(make, name, shape, *facts, embed=model.get_input_embeddings())
 
 
 def choose_device(name: str) -> torch.device:
@@ -172,15 +189,45 @@ def _native_decoder(
     return None
 
 
-def _choose_attention(runner: str, model: PreTrainedModel, needs: LayerNeeds) -> AttentionBackend:
-    """The native attention kernel where it applies; the reference where it does not."""
-    if runner == "reference":
-        return ReferenceAttention()
-    reason = _why_not_cpu(model, needs)
+def _cuda_runner(
+    model: PreTrainedModel, config: ModelConfig, max_model_len: int, needs: Sequence[LayerNeeds]
+) -> tuple[Callable[[int, int], Runner], Callable[[int, int], int], CacheShape] | None:
+    """What makes a runner on a GPU's own kernels, what it takes, and what it stores; None if the
+    model cannot run there. On a CPU the kernels are interpreted, for those who ask by name."""
+    required = config.runner == "cuda"
+    if not required and model.device.type != "cuda":
+        return None
+    # Only here: Triton is no part of a server on CPUs.
+    from engine.model.cuda.weights import CudaDecoder, why_not_cuda
+
+    reason = why_not_cuda(model)
     if reason is None:
         try:
-            return CpuAttention()
-        except NativeUnavailable as error:
+            from engine.model.cuda.runner import CudaRunner, runner_bytes
+        except ImportError as error:
+            reason = str(error)
+        else:
+            decoder = CudaDecoder(model, max_model_len, [layer.window for layer in needs])
+            make_runner = partial(CudaRunner, decoder, config.numerics)
+            return make_runner, partial(runner_bytes, decoder, config.numerics), decoder.shape
+    if required:
+        raise ConfigurationError(f"runner is cuda, but {reason}; use auto.")
+    logger.warning("the cuda runner does not apply: %s", reason)
+    return None
+
+
+def _choose_attention(
+    runner: str, model: PreTrainedModel, needs: LayerNeeds, max_model_len: int
+) -> AttentionBackend:
+    """The device's own attention kernel where it applies; the reference where it does not."""
+    if runner == "reference":
+        return ReferenceAttention()
+    on_gpu = model.device.type == "cuda"
+    reason = _why_no_kernel(model, needs)
+    if reason is None:
+        try:
+            return _cuda_attention(needs, max_model_len) if on_gpu else CpuAttention()
+        except (NativeUnavailable, ImportError) as error:
             reason = str(error)
     if runner == "torch":
         raise ConfigurationError(f"runner is torch, but {reason}; use reference.")
@@ -198,10 +245,17 @@ def _make_invariant(model: PreTrainedModel) -> None:
             logger.warning("linear layers stay torch's, rows may depend on the batch: %s", error)
 
 
-def _why_not_cpu(model: PreTrainedModel, needs: LayerNeeds) -> str | None:
-    if model.device.type != "cpu":
+def _cuda_attention(needs: LayerNeeds, max_model_len: int) -> AttentionBackend:
+    from engine.model.attention.cuda import CudaAttention
+
+    return CudaAttention(needs.heads, max_model_len)
+
+
+def _why_no_kernel(model: PreTrainedModel, needs: LayerNeeds) -> str | None:
+    device = model.device.type
+    if device not in ("cpu", "cuda"):
         return f"the model is on {model.device}"
-    if model.dtype not in CPU_DTYPES:
+    if device == "cpu" and model.dtype not in CPU_DTYPES:
         return f"the kernel has no {model.dtype}"
     if needs.head_size % 2:
         return f"the size of a head, {needs.head_size}, is odd"

@@ -80,7 +80,8 @@ def _kernels(settings: Settings) -> Iterator[Finding]:
     except RuntimeError as error:
         yield "kernels", str(error), needed
     else:
-        yield "kernels", "compiled for this CPU", False
+        unit = _engine("native").tile_unit(_engine("native").load_kernels())
+        yield "kernels", f"compiled for this CPU; bfloat16 with {unit}", False
     directory = _engine("paths").cache_directory()
     writable = _can_write(directory)
     yield "cache", f"{directory}{'' if writable else ' cannot be written'}", not writable
@@ -153,7 +154,10 @@ def _fit(what: str, model: OwnModel, path: str, directory: Path | None) -> Findi
     """Whether the model that a drafter runs fits the target in a directory."""
     from engine.model import sources
 
-    draft = sources.cached(path)
+    if model.setting == "draft_head":  # a head has no tokenizer, and what is not here stays away
+        draft = Path(path) if Path(path).is_dir() else None
+    else:
+        draft = sources.cached(path)
     if directory is None or draft is None:
         return "drafter", f"{path}: known once both models are here", False
     try:

@@ -77,8 +77,12 @@ class Settings(BaseModel):
         "int8: faster, less faithful",
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs")
-    runner: Literal["auto", "native", "torch", "reference"] = Field(
+    runner: Literal["auto", "native", "cuda", "torch", "reference"] = Field(
         "auto", description="what runs the model; auto: the fastest that applies"
+    )
+    numerics: Literal["exact", "fast"] = Field(
+        "exact",
+        description="on a GPU: exact answers whoever shares a pass, or the vendor's products",
     )
     threads: Count | None = Field(
         None, description="most compute threads; default: one per core that it may keep busy"
@@ -104,6 +108,9 @@ class Settings(BaseModel):
     draft_model: str | None = Field(
         None, min_length=1, description="smaller model with the same tokenizer, for drafter model"
     )
+    draft_head: str | None = Field(
+        None, min_length=1, description="head on the model's hidden states, for drafter eagle"
+    )
     draft_temperature: float = Field(
         _SPECULATION.draft_temperature,
         gt=0,
@@ -116,6 +123,12 @@ class Settings(BaseModel):
     )
     max_draft: int = Field(
         _SPECULATION.max_draft, ge=0, le=64, description="most draft tokens per sequence and step"
+    )
+    max_nodes: int = Field(
+        _SPECULATION.max_nodes,
+        ge=0,
+        le=64,
+        description="most draft tokens of a draft that branches, max_draft deep; 0: none branches",
     )
 
     audit_rate: float = Field(
@@ -167,6 +180,10 @@ class Settings(BaseModel):
         None, min_length=1, description="file of more keys, one KEY or NAME:KEY a line"
     )
     open_metrics: bool = Field(False, description="answer /metrics without a key")
+    allow_trace: bool = Field(
+        True, description="let requests ask whose guesses their tokens are (speculation.trace)"
+    )
+    ui: bool = Field(True, description="serve a page at / to chat with the model")
     requests_per_minute: Count | None = Field(
         None, description="most POST requests of one key, or of all callers without keys (429)"
     )
@@ -249,8 +266,8 @@ class Settings(BaseModel):
         """What the engine needs to know.
 
         Args:
-            model_path: the local directory that `model` was resolved to; `draft_model` must be
-                one already.
+            model_path: the local directory that `model` was resolved to; `draft_model` and
+                `draft_head` must be such already.
 
         Raises:
             ConfigurationError: two values do not fit together.
@@ -263,6 +280,7 @@ class Settings(BaseModel):
             runner=self.runner,
             weights=self.weights,
             activations=self.activations,
+            numerics=self.numerics,
         )
         return EngineConfig(
             model=model,
@@ -285,9 +303,13 @@ class Settings(BaseModel):
                 drafters=self.drafters,
                 lookup_store_bytes=self.lookup_store_memory,
                 max_draft=self.max_draft,
+                max_nodes=self.max_nodes,
                 draft_model=None
                 if self.draft_model is None
                 else replace(model, path=self.draft_model, max_model_len=None),
+                draft_head=None
+                if self.draft_head is None
+                else replace(model, path=self.draft_head, max_model_len=None),
                 draft_temperature=self.draft_temperature,
                 verification=self.verification,
             ),

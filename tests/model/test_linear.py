@@ -24,9 +24,15 @@ SETS = {
 }
 
 
+#: bfloat16 in tiles, as a CPU with AMX computes it, by plain code.
+TILES = "emulated tiles"
+
+
 @functools.cache
 def packer(instructions: str = "native") -> Packer:
     """Makes layers for an instruction set, where this CPU has it."""
+    if instructions == TILES:
+        return Packer(native.load_kernels(emulate_tiles=True))
     if instructions != "native":
         here = set(native._cpu_flags().split())
         if missing := SETS[instructions] - here:
@@ -34,7 +40,7 @@ def packer(instructions: str = "native") -> Packer:
     return Packer(native.load_kernels(instructions))
 
 
-on_every_set = pytest.mark.parametrize("instructions", ["native", *SETS])
+on_every_set = pytest.mark.parametrize("instructions", ["native", TILES, *SETS])
 
 
 def layer(inputs: int, outputs: int, bias: bool, dtype: torch.dtype) -> nn.Linear:
@@ -160,6 +166,24 @@ def test_what_can_be_packed() -> None:
     assert can_pack(torch.bfloat16, cpu)
     assert not can_pack(torch.float16, cpu)
     assert not can_pack(torch.float32, torch.device("meta"))
+
+
+def test_tiles_are_what_is_tested() -> None:
+    """They sum even and odd inputs apart, wherever the width fills them, for any rows."""
+    for instructions, inputs, wanted in ((TILES, 96, 1.0), (TILES, 94, 0.0), ("x86-64", 96, 0.0)):
+        weight = torch.zeros(64, inputs)
+        weight[:, :3] = torch.tensor([2.0**30, 1.0, -(2.0**30)])  # in turn, the 1 is lost
+        linear = packer(instructions).linear(weight.bfloat16())
+        for rows in (1, 40):
+            found = linear(torch.ones(rows, inputs).bfloat16())
+            assert (found == wanted).all(), (instructions, inputs, rows)
+
+
+def test_the_unit_has_a_name() -> None:
+    assert native.tile_unit(native.load_kernels(emulate_tiles=True)) == "an emulated tile unit"
+    here = set(native._cpu_flags().split())
+    if "amx_bf16" not in here:
+        assert "no tile unit" in native.tile_unit(native.load_kernels())
 
 
 @pytest.mark.parametrize("name", SETS)

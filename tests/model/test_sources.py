@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import threading
 import zipfile
@@ -87,6 +88,86 @@ def test_what_is_no_safe_or_complete_model_is_refused(
     directory = make_directory(tmp_path / "model", **files)
     with pytest.raises(ModelNotSupported, match=words):
         sources.resolve(str(directory))
+
+
+def _a_directory(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    path.mkdir()
+
+
+def _a_link_to_nothing(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    path.symlink_to(path.parent / "gone")
+
+
+def _a_link_to_itself(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    path.symlink_to(path)
+
+
+@pytest.mark.parametrize("damage", [_a_directory, _a_link_to_nothing, _a_link_to_itself])
+@pytest.mark.parametrize(
+    "name", ["config.json", "tokenizer_config.json", "tokenizer.json", "model.safetensors"]
+)
+def test_what_is_no_file_in_a_model_is_one_sentence_with_its_name(
+    tmp_path: Path, name: str, damage: Callable[[Path], None]
+) -> None:
+    directory = make_directory(tmp_path / "model")
+    damage(directory / name)
+    for find in (sources.resolve, sources.cached):
+        with pytest.raises(ConfigurationError, match=re.escape(str(directory / name))):
+            find(str(directory))
+
+
+@pytest.mark.parametrize("damage", [_a_link_to_nothing, _a_link_to_itself, _a_directory])
+def test_a_source_that_is_no_file_or_directory_is_one_sentence(
+    tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    for name in ("model.gguf", "model"):
+        damage(tmp_path / name)
+        for find in (sources.resolve, sources.cached):
+            with pytest.raises(ConfigurationError, match=re.escape(str(tmp_path / name))):
+                find(str(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        ("stat", "model"),  # the directory above may not be entered
+        ("iterdir", "model"),
+        ("read_text", "model/config.json"),
+        ("open", "model/model.safetensors"),
+        ("open", "a.gguf"),
+        ("stat", "a.gguf"),
+    ],
+)
+def test_what_may_not_be_read_is_one_sentence_with_its_name(
+    function: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever runs the tests may be allowed to read everything."""
+    make_directory(tmp_path / "model")
+    write_gguf(tmp_path / "a.gguf")
+    original = getattr(Path, function)
+
+    def refuse(path: Path, *args: Any, **kwargs: Any) -> Any:
+        if path == tmp_path / name:
+            raise PermissionError(13, "Permission denied", str(path))
+        return original(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, function, refuse)
+    source = str(tmp_path / name.split("/")[0])
+    for find in (sources.resolve, sources.cached):
+        with pytest.raises(ConfigurationError, match="Permission denied") as caught:
+            find(source)
+        assert str(tmp_path / name) in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("source", ["~nobody-of-that-name/model", "m" * 5000, "a\0b"])
+def test_a_path_that_cannot_be_is_one_sentence(source: str) -> None:
+    for find in (sources.resolve, sources.cached):
+        with pytest.raises(ConfigurationError, match=r"^model is "):
+            find(source)
 
 
 @pytest.mark.parametrize(
