@@ -283,6 +283,7 @@ def test_a_hostile_model_is_refused_and_its_code_never_run(
     evil, marker = tmp_path / "evil", tmp_path / "it ran"
     shutil.copytree(model, evil)
     weights = evil / "model.safetensors"
+    (evil / "model.gguf").unlink()
     if how.startswith("code"):
         name = "tokenizer_config.json" if "tokenizer" in how else "config.json"
         config = json.loads((evil / name).read_text())
@@ -290,7 +291,6 @@ def test_a_hostile_model_is_refused_and_its_code_never_run(
         (evil / name).write_text(json.dumps({**config, "auto_map": maps}))
         (evil / "evil.py").write_text(f"open({str(marker)!r}, 'w')\nclass E: ...\n")
     elif how == "pickle":
-        weights.unlink()
         (evil / "pytorch_model.bin").write_bytes(pickle.dumps(Evil(marker)))
     else:
         weights.write_bytes((2**60).to_bytes(8, "little") + b"{}")
