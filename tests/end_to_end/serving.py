@@ -69,6 +69,17 @@ class Server:
         assert found is not None
         return int(found[1]) * 1024
 
+    @contextlib.contextmanager
+    def slow(self) -> Iterator[None]:
+        """Meanwhile a step takes so long that no long answer ends, however busy the machine is
+        with the test itself. Of servers that were started with `paced`."""
+        brake = _brake(self.log)
+        brake.touch()
+        try:
+            yield
+        finally:
+            brake.unlink()
+
     # -- requests --------------------------------------------------------------------------
 
     def post(self, body: Body, path: str = "/v1/completions") -> httpx.Response:
@@ -177,6 +188,7 @@ def serving(
     port: int = 0,
     ready: bool = True,
     forked: bool = True,
+    paced: bool = False,
 ) -> Iterator[Server]:
     """A server that is stopped at the end, whatever happens.
 
@@ -187,6 +199,7 @@ def serving(
         port: 0 = a free one, which only a server that is ready tells.
         ready: whether to wait until it is.
         forked: see `tests.forks`; else from nothing, as people start it.
+        paced: whether its steps can be slowed down (`Server.slow`).
     """
     kept = {
         name: value
@@ -198,10 +211,11 @@ def serving(
     arguments = ["serve", "--port", str(port), *flags]
     log.touch()
     process: Process
-    if forked:
+    if forked and not paced:
         process = Forked(arguments, own, log)
     else:
-        command = [sys.executable, "-m", "server.cli", *arguments]
+        program = ["-c", _PACED.format(brake=str(_brake(log)))] if paced else ["-m", "server.cli"]
+        command = [sys.executable, *program, *arguments]
         with log.open("wb") as output:
             process = subprocess.Popen(command, stdout=output, stderr=output, env=own)
     try:
@@ -210,6 +224,25 @@ def serving(
     finally:
         process.kill()
         process.wait()
+
+
+#: `specserve` with steps that take long while a file is there.
+_PACED = """
+import os, sys, time
+from engine.core import Engine
+from server.cli import main
+step = Engine.step
+def paced(self):
+    if os.path.exists({brake!r}):
+        time.sleep(0.1)
+    return step(self)
+Engine.step = paced
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def _brake(log: Path) -> Path:
+    return log.with_suffix(".slow")
 
 
 @contextlib.contextmanager

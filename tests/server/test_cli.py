@@ -178,8 +178,22 @@ def test_a_signal_lets_running_requests_finish(model: Path, tmp_path: Path) -> N
     assert "Traceback" not in served.said()
 
 
+#: Its steps are so slow that no long answer ends before the test is through with it.
+SLOW_ENGINE = """
+from engine.core import Engine
+import time
+step = Engine.step
+def slow(self):
+    if self.parts.scheduler.running:
+        time.sleep(0.05)
+    return step(self)
+Engine.step = slow
+"""
+
+
 def test_a_drain_ends_in_time_and_says_so_in_the_stream(model: Path, tmp_path: Path) -> None:
-    with serving(tmp_path / "log", [*small(model), "--drain-seconds", "0.3"]) as served:
+    flags = [*small(model), "--drain-seconds", "0.3"]
+    with serving(tmp_path / "log", flags, SLOW_ENGINE) as served:
         served.wait_until_ready()
         with streaming(served, CONTEXT - 16) as chunks:
             served.process.send_signal(signal.SIGINT)
@@ -192,7 +206,7 @@ def test_a_drain_ends_in_time_and_says_so_in_the_stream(model: Path, tmp_path: P
 
 @pytest.mark.bad_input(56)
 def test_a_second_signal_ends_at_once(model: Path, tmp_path: Path) -> None:
-    with serving(tmp_path / "log", small(model)) as served:
+    with serving(tmp_path / "log", small(model), SLOW_ENGINE) as served:
         served.wait_until_ready()
         with streaming(served, CONTEXT - 16) as chunks:
             served.process.send_signal(signal.SIGTERM)
@@ -269,6 +283,7 @@ def test_a_hostile_model_is_refused_and_its_code_never_run(
     evil, marker = tmp_path / "evil", tmp_path / "it ran"
     shutil.copytree(model, evil)
     weights = evil / "model.safetensors"
+    (evil / "model.gguf").unlink()
     if how.startswith("code"):
         name = "tokenizer_config.json" if "tokenizer" in how else "config.json"
         config = json.loads((evil / name).read_text())
@@ -276,7 +291,6 @@ def test_a_hostile_model_is_refused_and_its_code_never_run(
         (evil / name).write_text(json.dumps({**config, "auto_map": maps}))
         (evil / "evil.py").write_text(f"open({str(marker)!r}, 'w')\nclass E: ...\n")
     elif how == "pickle":
-        weights.unlink()
         (evil / "pytorch_model.bin").write_bytes(pickle.dumps(Evil(marker)))
     else:
         weights.write_bytes((2**60).to_bytes(8, "little") + b"{}")
