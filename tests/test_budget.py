@@ -100,7 +100,7 @@ def test_unmeasured_passes_are_bounded_in_tokens() -> None:
 
     for cost in (None, Unknown()):
         for stretch, fed in ((1.0, 1), (2.0, 33), (3.0, 66)):
-            desk = desk_with(cost, stretch=stretch)  # type: ignore[arg-type]
+            desk = desk_with(cost, stretch=stretch)
             start(desk, desk.add(20, max_tokens=100))
             desk.add(6500)
             assert desk.step().scheduled[1].num_feed == fed
