@@ -158,7 +158,9 @@ class SpeculationConfig:
         drafters: several of them, for the planner to choose from; empty = `drafter` alone.
         lookup_store_bytes: memory for past answers to draft from (prompt lookup); 0 = keep none.
         max_draft: the server's cap: most draft tokens per sequence and step, whatever a request
-            wishes.
+            wishes; of a draft that branches, how deep it may go.
+        max_nodes: most draft tokens, on all branches together, of drafters that can branch; 0 =
+            drafts do not branch.
         draft_model: the smaller model of a drafter that runs one; its path is a local directory.
         draft_head: the head of a drafter that reads the target's hidden states; likewise.
         draft_temperature: factor on a request's temperature in the draft model.
@@ -172,6 +174,7 @@ class SpeculationConfig:
     drafters: tuple[str, ...] = ()
     lookup_store_bytes: int = 0
     max_draft: int = 8
+    max_nodes: int = 0
     draft_model: ModelConfig | None = None
     draft_head: ModelConfig | None = None
     draft_temperature: float = 1.0
@@ -194,9 +197,18 @@ class SpeculationConfig:
             f"max_draft is {self.max_draft}; it must be from 0 to 64.",
         )
         _require(
+            0 <= self.max_nodes <= 64,
+            f"max_nodes is {self.max_nodes}; it must be from 0 (no branches) to 64.",
+        )
+        _require(
             self.verification in VERIFICATIONS,
             f"verification is {self.verification!r}; choose one of {', '.join(VERIFICATIONS)}.",
         )
+
+    @property
+    def most_drafts(self) -> int:
+        """Most draft tokens of a sequence in a step, on whatever branches."""
+        return max(self.max_draft, self.max_nodes) if self.max_draft else 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,6 +66,7 @@ class Engine:
         max_model_len: most tokens of prompt and completion.
         default_drafters: drafters of requests that do not name one, at least one name.
         max_draft: the server's cap: most draft tokens per sequence and step, whatever is wished.
+        max_nodes: the same of drafts that branch, which `max_draft` keeps from going deeper.
         clock: monotonic seconds.
     """
 
@@ -76,12 +77,14 @@ class Engine:
         max_model_len: int,
         default_drafters: tuple[str, ...],
         max_draft: int,
+        max_nodes: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.parts = parts
         self.max_model_len = max_model_len
         self.default_drafters = default_drafters
         self.max_draft = max_draft
+        self.max_nodes = max_nodes
         self.clock = clock
         self._requests: dict[str, list[Sequence]] = {}  # choices still alive
         self._events: list[Event] = []  # of adds and aborts between steps
@@ -110,6 +113,7 @@ class Engine:
             "drafters": drafters,
             "verification": self.parts.judge.rule_for(request.sampling),
             "max_draft": 0 if ask.enabled is False or drafters == (NO_DRAFTER,) else wanted,
+            "max_nodes": self.max_nodes,
             "limit": min(len(request.prompt) + request.sampling.max_tokens, self.max_model_len),
         }
         self._tickets += 1

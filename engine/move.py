@@ -10,7 +10,7 @@ from collections.abc import Sequence as Seq
 import torch
 
 from engine.layout import SequenceRows
-from engine.model.passes import Runner
+from engine.model.passes import Runner, can_branch
 
 
 def move_accepted(
@@ -42,6 +42,7 @@ def move_accepted(
             states.append((rows.first_row + places[0], rows.first_row + places[1]))
     if not slots:
         return
+    assert can_branch(runner)
     sources, targets = torch.tensor(slots, device=runner.device).T.contiguous()
     runner.move(sources, targets)
     sources, targets = torch.tensor(states).T.contiguous()

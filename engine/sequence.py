@@ -31,7 +31,8 @@ class Sequence:
         seed: 64 bits that key every random draw of the request.
         drafter: the only name in `drafters` where that is left empty.
         max_draft: most draft tokens a step may check for it, what it is granted: the request's
-            wish within the server's cap.
+            wish within the server's cap; of a draft that branches, how deep it may go.
+        max_nodes: most draft tokens of a draft that branches; 0 = none does.
         verification: the rule that judges its drafts: "match", "rejection" or "block".
         limit: most tokens it may ever hold (prompt, `max_tokens` and the model's context).
         drafters: names of those that may draft for it, in the order of preference where nothing
@@ -51,6 +52,7 @@ class Sequence:
     limit: int
     verification: str = "match"
     drafters: tuple[str, ...] = ()
+    max_nodes: int = 0
     tokens: list[int] = field(init=False)
     grammar: GrammarCursor | None = field(init=False, default=None)
     status: Status = Status.WAITING
@@ -102,6 +104,16 @@ class Sequence:
     def room(self) -> int:
         """How many more tokens it may emit."""
         return self.limit - len(self.tokens)
+
+    @property
+    def max_depth(self) -> int:
+        """Draft tokens that a step may keep: the token that follows them needs room, too."""
+        return min(self.max_draft, self.room - 1)
+
+    @property
+    def most_drafts(self) -> int:
+        """Draft tokens that a step may check, on whatever branches."""
+        return max(self.max_depth, self.max_nodes) if self.max_depth > 0 else 0
 
     @property
     def wants_prompt_logprobs(self) -> bool:

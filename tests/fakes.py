@@ -57,6 +57,7 @@ class FakeRunner:
     """
 
     min_rows = 1
+    branches = True
     device = torch.device("cpu")
 
     def __init__(self, num_pages: int, page_size: int) -> None:
@@ -73,15 +74,15 @@ class FakeRunner:
             self._tokens[slot] = token
         starts, tables = batch.query_starts.tolist(), batch.page_tables.tolist()
         where: dict[int, list[int]] = {}  # row -> slots of the prefix that it sees
-        for s, begin, stop, way in _ways(batch):
-            first = int(batch.context_lengths[s]) - (starts[s + 1] - starts[s])
+        for s, begin, stop, read, way in _ways(batch):
+            first = int(batch.context_lengths[s]) - (starts[s + 1] - starts[s]) - read
             places = [*range(first), *(first + i for i in way)]
             own = [
                 tables[s][p // batch.page_size] * batch.page_size + p % batch.page_size
                 for p in places
             ]
             for i in range(begin, stop):
-                row = starts[s] + way[i]
+                row = starts[s] + way[i] - read
                 assert row not in where
                 assert slots[row] == own[first + i]
                 assert batch.positions[row] == first + i
@@ -96,7 +97,7 @@ class FakeRunner:
         return Pass(logits, end(), kept)
 
     def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """See `Runner.move`."""
+        """See `TreeRunner.move`."""
         for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
             self._tokens[target] = self._tokens[source]
 
@@ -106,18 +107,19 @@ class FakeRunner:
         return prefix
 
 
-def _ways(batch: Batch) -> Iterator[tuple[int, int, int, list[int]]]:
-    """Sequence, first and end of a branch's own tokens, and all query tokens on its way."""
+def _ways(batch: Batch) -> Iterator[tuple[int, int, int, int, list[int]]]:
+    """Sequence, first and end of a branch's own tokens, tokens that were read before, and all
+    query tokens on its way."""
     starts = batch.query_starts.tolist()
     if batch.branches is None or batch.paths is None:
         for s in range(len(starts) - 1):
             count = starts[s + 1] - starts[s]
-            yield s, 0, count, list(range(count))
+            yield s, 0, count, 0, list(range(count))
         return
     paths = batch.paths.tolist()
-    for s, begin, end, fed, path in batch.branches.tolist():
+    for s, begin, end, fed, read, path in batch.branches.tolist():
         way = list(range(end)) if path < 0 else [*range(fed), *paths[path : path + end - fed]]
-        yield s, begin, end, way
+        yield s, begin, end, read, way
 
 
 class Around:
@@ -126,6 +128,7 @@ class Around:
     def __init__(self, runner: Any) -> None:
         self.inner = runner
         self.store, self.device, self.min_rows = runner.store, runner.device, runner.min_rows
+        self.branches = runner.branches
 
     def forward(self, batch: Batch, features: tuple[int, ...] = ()) -> Pass:
         """See `Runner.forward`."""
@@ -133,7 +136,7 @@ class Around:
         return dataclasses.replace(passed, logits=self.change(batch, passed.logits.clone()))
 
     def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """See `Runner.move`."""
+        """See `TreeRunner.move`."""
         self.inner.move(sources, targets)
 
     def change(self, _batch: Batch, logits: torch.Tensor, /) -> torch.Tensor:
@@ -181,15 +184,18 @@ def load_fake(max_model_len: int = CONTEXT) -> LoadedModel:
 @dataclass(frozen=True)
 class Setup:
     """How an engine is built; `loaded` is None for the fake model. `draft` is what the "model"
-    drafter runs. `drafters` are several built-in ones, or several that are injected."""
+    drafter runs, `head` what "eagle" does. `drafters` are several built-in ones, or several that
+    are injected."""
 
     loaded: LoadedModel | None = None
     draft: LoadedModel | None = None
+    head: LoadedModel | None = None
     drafter: str | Drafter = "none"
     drafters: tuple[str | Drafter, ...] = ()
     store: int = 0  # bytes of past answers for "lookup"
     mode: str = "fixed"
     max_draft: int = 4
+    max_nodes: int = 0
     page_size: int = 4
     num_pages: int = 256
     prefix_reuse: bool = True
@@ -216,7 +222,8 @@ def make_engine(setup: Setup = Setup(), **changes: Any) -> BuiltEngine:
     wanted = setup.drafters or (setup.drafter,)
     built_in = tuple(d for d in wanted if isinstance(d, str)) or ("none",)
     names = tuple(d if isinstance(d, str) else d.name for d in wanted)
-    models = {} if setup.draft is None else {"model": setup.draft}
+    owned = {"model": setup.draft, "eagle": setup.head}
+    models = {name: model for name, model in owned.items() if model is not None}
     built = assemble(make_config(setup, *built_in), loaded, models)
     parts = built.engine.parts
     drafters = {d.name: d for d in wanted if not isinstance(d, str)}
@@ -233,6 +240,7 @@ def make_engine(setup: Setup = Setup(), **changes: Any) -> BuiltEngine:
         max_model_len=loaded.max_model_len,
         default_drafters=names,
         max_draft=setup.max_draft,
+        max_nodes=setup.max_nodes,
     )
     rules = dataclasses.replace(built.rules, drafters=tuple(drafters) or built.rules.drafters)
     return dataclasses.replace(built, engine=engine, rules=rules)
@@ -255,6 +263,7 @@ def make_config(setup: Setup = Setup(), *drafters: str) -> EngineConfig:
             drafters=drafters or ("none",),
             lookup_store_bytes=setup.store,
             max_draft=setup.max_draft,
+            max_nodes=setup.max_nodes,
         ),
         threads=1,
     )

@@ -83,6 +83,8 @@ class DrafterEntry:
         features: number of the target's layers -> layers whose hidden states it is shown after
             every pass; 0 = the embeddings, i = what the i-th decoder layer puts out.
         model: the model it runs, if it does.
+        branches: whether its drafts may branch, if `max_nodes` allows it; lengths are budgets of
+            nodes then.
     """
 
     name: str
@@ -93,3 +95,4 @@ class DrafterEntry:
     always: bool = False
     features: Callable[[int], tuple[int, ...]] = _no_features
     model: OwnModel | None = None
+    branches: bool = False

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from engine.draft.drafter import Drafter, DraftProposal, SequenceView, StepView
 from engine.draft.tree import check_parents, prune, renumber
 from engine.sequence import Sequence
-from engine.tree import is_chain
+from engine.tree import branches, is_chain
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +34,11 @@ class DrafterPortfolio:
         vocab_size: a draft is cut before the first id that the target does not know.
         features: by drafter, the layers of the target whose features it is shown.
         prediction_readers: drafters that draft from a request's `prediction`.
+        branching: drafters whose drafts may branch, so that they are asked for so many nodes;
+            all others are not asked for more tokens than could be kept.
         grammar_readers: drafters that draft from a request's grammar.
+        trees: whether the target takes drafts that branch; otherwise of each the first way is
+            kept.
         clock: seconds, for what each drafter takes: the draft cost.
     """
 
@@ -45,14 +49,18 @@ class DrafterPortfolio:
         *,
         features: Mapping[str, Seq[int]] = MappingProxyType({}),
         prediction_readers: Collection[str] = (),
+        branching: Collection[str] = (),
         grammar_readers: Collection[str] = (),
+        trees: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._drafters = dict(drafters)
         self._vocab_size = vocab_size
         self._features = {name: tuple(features.get(name, ())) for name in drafters}
         self._prediction_readers = frozenset(prediction_readers)
+        self._branching = frozenset(branching)
         self._grammar_readers = frozenset(grammar_readers)
+        self._trees = trees
         self._clock = clock
 
     @property
@@ -124,8 +132,9 @@ class DrafterPortfolio:
         for name, members in groups.items():
             began = self._clock()
             with self._switched_off_if_it_raises(name) as drafter:
-                own = [lengths[i] for i in members]
-                asked = [sequences[i] for i in members]
+                asked, own = [sequences[i] for i in members], [lengths[i] for i in members]
+                if name not in self._branching:
+                    own = [min(n, s.max_depth) for s, n in zip(asked, own, strict=True)]
                 proposal = drafter.propose(asked, own)
                 forwards += proposal.forwards
                 for i, cut in zip(members, self._cut(proposal, asked, own), strict=True):
@@ -182,12 +191,13 @@ class DrafterPortfolio:
         drafts = zip(sequences, proposal.tokens, weights, trees, lengths, strict=True)
         for sequence, draft, rows, tree, length in drafts:
             if tree is None:
-                kept = self._trim(draft, length)
+                kept = self._trim(draft, min(length, sequence.max_depth))
                 yield kept, rows if rows is None else rows[: len(kept)], None
                 continue
             check_parents(draft, tree)
-            depth = min(sequence.max_draft, sequence.room - 1)
-            nodes = prune(draft, tree, length, depth, self._vocab_size)
+            nodes = prune(draft, tree, length, sequence.max_depth, self._vocab_size)
+            if not self._trees:
+                nodes = [nodes[n] for n in branches(renumber(nodes, tree))[0].way]
             parents = renumber(nodes, tree)
             chosen = rows if rows is None or nodes == list(range(len(rows))) else rows[nodes]
             yield [draft[n] for n in nodes], chosen, None if is_chain(parents) else parents

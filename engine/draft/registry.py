@@ -27,9 +27,13 @@ def _make_lookup(context: DrafterContext) -> Drafter:
 
 
 def _make_model(context: DrafterContext) -> Drafter:
-    from engine.draft.model import make_drafter
+    from engine.draft import model, tree_model
+    from engine.model.passes import can_branch
 
-    return make_drafter(context)
+    assert context.own is not None
+    if context.config.speculation.max_nodes and can_branch(context.own.runner):
+        return tree_model.make_drafter(context)
+    return model.make_drafter(context)
 
 
 def _make_grammar(context: DrafterContext) -> Drafter:
@@ -74,6 +78,7 @@ _LOOKUP = DrafterEntry(
     make=_make_lookup,
     reads_predictions=True,
     always=True,
+    branches=True,
 )
 _MODEL = DrafterEntry(
     name="model",
@@ -85,6 +90,7 @@ _MODEL = DrafterEntry(
         check=_check_pair,
         load=_load_model,
     ),
+    branches=True,
 )
 _GRAMMAR = DrafterEntry(
     name="grammar",

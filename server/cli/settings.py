@@ -77,8 +77,12 @@ class Settings(BaseModel):
         "int8: faster, less faithful",
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs")
-    runner: Literal["auto", "native", "torch", "reference"] = Field(
+    runner: Literal["auto", "native", "cuda", "torch", "reference"] = Field(
         "auto", description="what runs the model; auto: the fastest that applies"
+    )
+    numerics: Literal["exact", "fast"] = Field(
+        "exact",
+        description="on a GPU: exact answers whoever shares a pass, or the vendor's products",
     )
     threads: Count | None = Field(
         None, description="most compute threads; default: one per core that it may keep busy"
@@ -119,6 +123,12 @@ class Settings(BaseModel):
     )
     max_draft: int = Field(
         _SPECULATION.max_draft, ge=0, le=64, description="most draft tokens per sequence and step"
+    )
+    max_nodes: int = Field(
+        _SPECULATION.max_nodes,
+        ge=0,
+        le=64,
+        description="most draft tokens of a draft that branches, max_draft deep; 0: none branches",
     )
 
     audit_rate: float = Field(
@@ -270,6 +280,7 @@ class Settings(BaseModel):
             runner=self.runner,
             weights=self.weights,
             activations=self.activations,
+            numerics=self.numerics,
         )
         return EngineConfig(
             model=model,
@@ -292,6 +303,7 @@ class Settings(BaseModel):
                 drafters=self.drafters,
                 lookup_store_bytes=self.lookup_store_memory,
                 max_draft=self.max_draft,
+                max_nodes=self.max_nodes,
                 draft_model=None
                 if self.draft_model is None
                 else replace(model, path=self.draft_model, max_model_len=None),

@@ -12,11 +12,12 @@ from engine.cache.pages import PageTable
 from engine.draft.drafter import DraftProposal
 from engine.draft.portfolio import DrafterPortfolio
 from engine.draft.tree import check_parents, prune, renumber
+from engine.errors import ConfigurationError
 from engine.sequence import Sequence
 from engine.tree import branches, depths, follow, is_chain, way_to
 from engine.types import Request
 from tests.drafters import ScriptedDrafter
-from tests.fakes import Run, ask, make_engine, run
+from tests.fakes import FakeRunner, Run, ask, make_engine, run
 from tests.tiny_models import VOCAB
 
 
@@ -116,10 +117,12 @@ class TreeDrafter(ScriptedDrafter):
         )
 
 
-def propose(tokens: list[int], parents: list[int], length: int = 9) -> DraftProposal:
+def propose(
+    tokens: list[int], parents: list[int], length: int = 9, trees: bool = True
+) -> DraftProposal:
     sequence = Sequence(Request("r", (1,)), 0, 0, 0, PageTable(""), "tree", 4, 1000)
     portfolio = DrafterPortfolio(
-        {"tree": TreeDrafter(lambda _s, _n: (tokens, parents), rows=True)}, VOCAB
+        {"tree": TreeDrafter(lambda _s, _n: (tokens, parents), rows=True)}, VOCAB, trees=trees
     )
     made = portfolio.propose([sequence], [length], ["tree"])
     assert portfolio.names == ("tree",)
@@ -143,6 +146,21 @@ def test_a_budget_of_nodes_and_a_cap_on_depth() -> None:
     assert made.parents == [[-1, -1, 0, 2, 3, 1]]
     made = propose([5, 6, 7, 8], [-1, -1, 0, 2], length=3)
     assert (made.tokens, made.parents) == ([[5, 6, 7]], [[-1, -1, 0]])
+
+
+def test_a_target_that_checks_chains_is_given_the_first_way() -> None:
+    made = propose([5, 6, 7, 8], [-1, -1, 0, 2], trees=False)
+    assert (made.tokens, made.parents) == ([[5, 7, 8]], [None])
+    assert made.probabilities is not None
+    [rows] = made.probabilities
+    assert rows is not None
+    assert rows.argmax(-1).tolist() == [5, 7, 8]
+
+
+def test_trees_are_refused_where_the_target_checks_chains(monkeypatch) -> None:
+    monkeypatch.setattr(FakeRunner, "branches", False)
+    with pytest.raises(ConfigurationError, match="max_nodes is 4, but the fake runner checks"):
+        make_engine(max_nodes=4)
 
 
 def test_chains_with_parents_are_chains() -> None:

@@ -134,6 +134,33 @@ def test_attention_of_a_tree(shape: Shape, name: str, dtype: torch.dtype) -> Non
                 assert torch.equal(out[rows], truth), (leaf, page_size)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_a_tree_that_is_read_in_pieces(runner: str, dtype: torch.dtype) -> None:
+    """As a draft model does: what it has read of the draft lies behind the text already."""
+    model = loaded("mistral", dtype, runner)
+    for parents, length, page_size in zip(
+        TREES, (15, 1, 30, 33, 20, 40), (16, 3, 8, 8, 1, 16), strict=True
+    ):
+        prompt, nodes = text(length, 5), text(len(parents), len(parents))
+        pages = Pages(80, page_size)
+        tables = [pages.table(length + len(parents)) for _ in range(2)]
+        kept = model.make_runner(pages.num_pages, page_size)
+        kept.forward(pages.batch([(t, 0, prompt) for t in tables], kept.min_rows))
+        batch = build_batch([Span(nodes, length, tables[0], len(nodes), parents)], page_size, 80)
+        truth = kept.forward(batch).logits.clone()
+        for size in (1, 2, 5):
+            found = []
+            for first in range(0, len(nodes), size):
+                end = min(first + size, len(nodes))
+                span = Span(nodes[first:end], length, tables[1], end - first, parents[:end], first)
+                chain = Span(prompt[:1], 0, pages.table(1), 1) if first == 0 else None
+                both = [span, chain] if chain else [span]
+                out = kept.forward(build_batch(both, page_size, 80)).logits
+                found.append(out[: end - first].clone())
+            assert torch.equal(torch.cat(found), truth), (parents, size)
+
+
 def test_a_row_does_not_see_its_siblings() -> None:
     """The test above would notice: with a sibling's token changed, only its own rows change."""
     model = loaded("llama", torch.float32, "native")

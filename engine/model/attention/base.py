@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -43,16 +43,21 @@ class AttentionBackend(Protocol):
 
     A row's result must not depend, to the last bit, on the other rows of the pass, on how a
     prompt was cut into chunks, or on the page size: the reduction over K/V runs in an order
-    that only the row's position decides. Where a draft branches, a row sees its own ancestors only
-    (see `Batch.branches`), as if their tokens were the whole text.
+    that only the row's position decides.
     """
 
     name: str
 
-    def move(self, store: KVStore, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Moves what is stored of tokens: see `Runner.move`."""
-        ...
-
     def prepare(self, batch: Batch, store: KVStore) -> Attend:
         """Binds one step's batch; the result is called once per layer."""
+        ...
+
+
+@runtime_checkable
+class TreeAttention(AttentionBackend, Protocol):
+    """One that also takes drafts that branch: a row sees its own ancestors only (see
+    `Batch.branches`), as if their tokens were the whole text."""
+
+    def move(self, store: KVStore, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Moves what is stored of tokens: see `TreeRunner.move`."""
         ...

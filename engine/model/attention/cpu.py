@@ -110,7 +110,7 @@ class CpuAttention:
         self._kernel.restype = None
 
     def move(self, store: KVStore, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """See `AttentionBackend.move`."""
+        """See `TreeAttention.move`."""
         move_tokens(store, sources, targets)
 
     def prepare(self, batch: Batch, store: KVStore) -> Attend:

@@ -15,7 +15,7 @@ class ReferenceAttention:
     name = "reference"
 
     def move(self, store: KVStore, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """See `AttentionBackend.move`."""
+        """See `TreeAttention.move`."""
         store.move(sources, targets)
 
     def prepare(self, batch: Batch, store: KVStore) -> Attend:
@@ -50,13 +50,16 @@ def _seen(batch: Batch) -> dict[int, list[int]]:
         return {}
     starts, contexts = batch.query_starts.tolist(), batch.context_lengths.tolist()
     paths, found = batch.paths.tolist(), {}
-    for s, begin, end, fed, path in batch.branches.tolist():
+    for s, begin, end, fed, read, path in batch.branches.tolist():
         if path < 0:
             continue
-        first = contexts[s] - (starts[s + 1] - starts[s])
+        first = contexts[s] - (starts[s + 1] - starts[s]) - read
         way = [*range(fed), *paths[path : path + end - fed]]
         for i in range(begin, end):
-            found[starts[s] + way[i]] = [*range(first), *(first + token for token in way[: i + 1])]
+            found[starts[s] + way[i] - read] = [
+                *range(first),
+                *(first + token for token in way[: i + 1]),
+            ]
     return found
 
 

@@ -21,6 +21,7 @@ struct Branch {
   int32_t sequence;
   int32_t begin, end;  // its own query tokens, counted along its way from the sequence's first one
   int32_t fed;         // query tokens before the draft, which all branches share
+  int32_t cached;      // query tokens that an earlier pass has computed: they have no rows in this one
   int32_t path;        // in `Attention::paths`, of its way; -1 = straight on
 };
 
@@ -44,9 +45,9 @@ struct Attention {
 
 // Query tokens [token, token + tokens) of one sequence, along the way of a branch.
 struct Tile {
-  int sequence, token, tokens, fed;
+  int sequence, token, tokens, fed, cached;
   const int32_t* path;  // null = straight on
-  // Where the i-th query token on the way stands among all of the sequence.
+  // Where the i-th query token on the way stands among all of the sequence, cached ones included.
   int place(int i) const { return path && i >= fed ? path[i - fed] : i; }
 };
 
@@ -102,7 +103,7 @@ struct Task {
   const int32_t* pages;
   Task(const Attention& a, const Tile& tile, int group) : tile(tile), group(group) {
     const int num_queries = a.query_starts[tile.sequence + 1] - a.query_starts[tile.sequence];
-    start = a.context_lengths[tile.sequence] - num_queries;
+    start = a.context_lengths[tile.sequence] - num_queries - tile.cached;
     position0 = start + tile.token;
     last_position = position0 + tile.tokens - 1;
     first_seen = a.window && position0 >= a.window ? position0 - a.window + 1 : 0;
@@ -175,10 +176,10 @@ inline std::vector<Tile> make_tiles(const Attention& a) {
     const int64_t queries = b.end - b.begin, cuts = (queries + per_tile - 1) / per_tile;
     const int32_t* path = b.path < 0 ? nullptr : a.paths + b.path;
     for (int64_t c = 0, from = 0, to; c < cuts; ++c, from = to)
-      tiles.push_back({b.sequence, int(b.begin + from), int((to = queries * (c + 1) / cuts) - from), b.fed, path});
+      tiles.push_back({b.sequence, int(b.begin + from), int((to = queries * (c + 1) / cuts) - from), b.fed, b.cached, path});
   };
   for (int i = 0; i < a.num_branches; ++i) cut(a.branches[i]);
-  for (int s = 0; !a.branches && s < a.sequences; ++s) cut({s, 0, a.query_starts[s + 1] - a.query_starts[s], 0, -1});
+  for (int s = 0; !a.branches && s < a.sequences; ++s) cut({s, 0, a.query_starts[s + 1] - a.query_starts[s], 0, 0, -1});
   return tiles;
 }
 
