@@ -154,6 +154,9 @@ def _describe(
         drafters=drafters,
         max_draft=config.speculation.max_draft,
         checked=loaded.checked,
+        weights=loaded.weights,
+        kv_dtype=str(loaded.shape.dtype).removeprefix("torch."),
+        kv_bytes_per_token=loaded.shape.bytes_per_token,
     )
 
 

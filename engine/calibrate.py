@@ -33,7 +33,7 @@ def load_calibration(
 
     Args:
         model_path: identifies the model.
-        dtype: as the engine reports it.
+        dtype: of K/V and weights, in any words that tell them apart.
         runner: the model's, its pages unused so far.
         pool: all of its pages free.
         most_rows: most query tokens of a pass.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from engine.cache.pages import TARGET, PagePool
-from engine.draft.drafter import Verdict
 from engine.judge import Judgement
 from engine.laps import Laps
 from engine.layout import SequenceRows
@@ -41,17 +40,19 @@ def commit(rows: SequenceRows, judgement: Judgement, pool: PagePool, laps: Laps)
         if sequence.first_token is None:
             sequence.first_token = laps.end("judge")
         tokens, name = tuple(verdict.emitted), sequence.request.request_id
-        trace = _trace(rows, verdict) if sequence.request.speculation.trace else None
+        trace = _trace(rows, judgement) if sequence.request.speculation.trace else None
         events.append(Tokens(name, sequence.choice, tokens, judgement.logprobs, trace))
     pool.commit(table, sequence.tokens)
     pool.truncate(table, len(sequence.tokens))
     return events
 
 
-def _trace(rows: SequenceRows, verdict: Verdict) -> DraftTrace:
+def _trace(rows: SequenceRows, judgement: Judgement) -> DraftTrace:
+    verdict = judgement.verdict
+    kept = range(verdict.accepted) if judgement.way is None else judgement.way
     # Where the last token is a draft's, too, the answer has ended: what follows was not refused.
     judged = len(verdict.emitted) > verdict.accepted
-    refused = tuple(rows.draft[verdict.accepted :]) if judged else ()
+    refused = tuple(token for i, token in enumerate(rows.draft) if judged and i not in kept)
     return DraftTrace(rows.drafter, verdict.drafted, verdict.accepted, refused)
 
 

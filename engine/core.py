@@ -24,6 +24,7 @@ from engine.laps import Laps
 from engine.layout import StepLayout, lay_out
 from engine.meter.meter import Meter
 from engine.model.passes import Pass, Runner
+from engine.move import move_accepted
 from engine.scheduler import Scheduler, StepPlan
 from engine.sequence import Sequence, Status
 from engine.statistics import completed, step_stats
@@ -168,7 +169,7 @@ class Engine:
             try:
                 chosen = laps.time("choose", parts.planner.choose, plan)
                 proposal = laps.time("draft", self._draft, plan, chosen)
-                layout = lay_out(plan, proposal.tokens, chosen.drafters)
+                layout = lay_out(plan, proposal.tokens, chosen.drafters, proposal.parents)
                 passed = laps.time("verify", self._run_target, layout)
                 judgements = laps.time("judge", parts.judge.judge, layout, proposal, passed.logits)
                 verify_seconds = laps.time("wait", passed.seconds)
@@ -226,6 +227,8 @@ class Engine:
                 failed = RequestFailed(judgement.failure)
                 self._fail(rows.sequence.request.request_id, failed)
         kept = {r.sequence: j for r, j in judged if r.sequence.status is Status.RUNNING}
+        ways = [(r, j.way) for r, j in judged if j.way and r.sequence in kept]
+        move_accepted(ways, self.parts.target, passed.features)
         for rows, judgement in judged:
             if rows.sequence in kept:
                 self._events += commit(rows, judgement, self.parts.pool, laps)

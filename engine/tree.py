@@ -62,34 +62,22 @@ def branches(parents: Seq[int]) -> list[Branch]:
 
 
 def follow(tokens: Seq[int], nodes: Seq[int], parents: Seq[int]) -> list[int]:
-    """The way that a text takes through a tree, as far as it goes; of equal siblings the first
-    one's.
+    """The way that a text takes through a tree, as far as it goes.
 
     Args:
         tokens: what comes after the last committed token.
-        nodes: the token of every node.
+        nodes: the token of every node; siblings may be alike.
         parents: of every node.
     """
-    way: list[int] = []
-    last = -1
+    ends = [-1]
     for token in tokens:
-        last = child(last, token, nodes, parents)
-        if last == -1:
+        deeper = [n for n in range(len(nodes)) if parents[n] in ends and nodes[n] == token]
+        if not deeper:
             break
-        way.append(last)
-    return way
+        ends = deeper
+    return way_to(ends[0], parents)
 
 
-def child(node: int, token: int, nodes: Seq[int], parents: Seq[int]) -> int:
-    """The first child of a node with this token, or -1.
-
-    Args:
-        node: -1 for the root.
-        token: wanted.
-        nodes: the token of every node.
-        parents: of every node.
-    """
-    for other in range(node + 1, len(nodes)):
-        if parents[other] == node and nodes[other] == token:
-            return other
-    return -1
+def children(node: int, parents: Seq[int]) -> list[int]:
+    """Those that follow a node, or the root, -1."""
+    return [other for other in range(node + 1, len(parents)) if parents[other] == node]

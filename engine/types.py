@@ -241,6 +241,24 @@ Event = Tokens | PromptLogprobs | Finished | Failed
 
 
 @dataclass(frozen=True, slots=True)
+class WeightsInfo:
+    """What a model's weights are kept in.
+
+    Attributes:
+        kinds: of its matrices, those with most bytes first: "bfloat16", or "Q4_1, Q8_0".
+        num_bytes: of all weights, those that layers share counted once.
+        bits: per weight, scales and all.
+    """
+
+    kinds: str = "unknown"
+    num_bytes: int = 0
+    bits: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.kinds}: {self.bits:.1f} bits a weight, {self.num_bytes / 2**20:.0f} MiB"
+
+
+@dataclass(frozen=True, slots=True)
 class EngineInfo:
     """What a started engine is: shown in the banner, /v1/models, `doctor` and metrics."""
 
@@ -259,3 +277,6 @@ class EngineInfo:
     row_invariant: bool | None = None  # what the numerics self-test found; None = not run
     numerics: str = "not tested"  # the same in words
     checked: str = "not tested"  # what comparing the model with transformers' own has found
+    weights: WeightsInfo = WeightsInfo()
+    kv_dtype: str = "unknown"  # what keys and values are kept in
+    kv_bytes_per_token: int = 0

@@ -7,7 +7,7 @@ import functools
 import zlib
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,27 +72,52 @@ class FakeRunner:
         for slot, token in zip(slots, tokens, strict=True):
             self._tokens[slot] = token
         starts, tables = batch.query_starts.tolist(), batch.page_tables.tolist()
-        where: dict[int, tuple[int, int]] = {}  # row -> sequence, position
-        for s, context in enumerate(batch.context_lengths.tolist()):
-            for row in range(starts[s], starts[s + 1]):
-                position = context - (starts[s + 1] - row)
-                page, offset = divmod(position, batch.page_size)
-                assert slots[row] == tables[s][page] * batch.page_size + offset
-                assert batch.positions[row] == position
-                where[row] = s, position
-        asked = [self._prefix(tables[s], p) for s, p in map(where.get, batch.logit_rows.tolist())]
+        where: dict[int, list[int]] = {}  # row -> slots of the prefix that it sees
+        for s, begin, stop, way in _ways(batch):
+            first = int(batch.context_lengths[s]) - (starts[s + 1] - starts[s])
+            places = [*range(first), *(first + i for i in way)]
+            own = [
+                tables[s][p // batch.page_size] * batch.page_size + p % batch.page_size
+                for p in places
+            ]
+            for i in range(begin, stop):
+                row = starts[s] + way[i]
+                assert row not in where
+                assert slots[row] == own[first + i]
+                assert batch.positions[row] == first + i
+                where[row] = own[: first + i + 1]
+        assert len(where) == starts[-1]
+        asked = [self._prefix(where[row]) for row in batch.logit_rows.tolist()]
         logits = torch.stack(list(map(fake_logits, asked))) if asked else torch.empty(0, VOCAB)
         kept: dict[int, torch.Tensor] = {}
         if features:
-            prefixes = [self._prefix(tables[s], p) for s, p in where.values()]
+            prefixes = [self._prefix(where[row]) for row in range(starts[-1])]
             kept = {i: torch.stack([fake_features(i, p) for p in prefixes]) for i in features}
         return Pass(logits, end(), kept)
 
-    def _prefix(self, pages: list[int], position: int) -> list[int]:
-        size = self.store.page_size
-        prefix = [self._tokens[pages[i // size] * size + i % size] for i in range(position + 1)]
+    def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """See `Runner.move`."""
+        for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+            self._tokens[target] = self._tokens[source]
+
+    def _prefix(self, slots: list[int]) -> list[int]:
+        prefix = [self._tokens[slot] for slot in slots]
         assert min(prefix) >= 0, "attends to a slot that was never written"
         return prefix
+
+
+def _ways(batch: Batch) -> Iterator[tuple[int, int, int, list[int]]]:
+    """Sequence, first and end of a branch's own tokens, and all query tokens on its way."""
+    starts = batch.query_starts.tolist()
+    if batch.branches is None or batch.paths is None:
+        for s in range(len(starts) - 1):
+            count = starts[s + 1] - starts[s]
+            yield s, 0, count, list(range(count))
+        return
+    paths = batch.paths.tolist()
+    for s, begin, end, fed, path in batch.branches.tolist():
+        way = list(range(end)) if path < 0 else [*range(fed), *paths[path : path + end - fed]]
+        yield s, begin, end, way
 
 
 class Around:
@@ -106,6 +131,10 @@ class Around:
         """See `Runner.forward`."""
         passed: Pass = self.inner.forward(batch, features)
         return dataclasses.replace(passed, logits=self.change(batch, passed.logits.clone()))
+
+    def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """See `Runner.move`."""
+        self.inner.move(sources, targets)
 
     def change(self, _batch: Batch, logits: torch.Tensor, /) -> torch.Tensor:
         """The logits that are handed on; `logits` are its own to change."""

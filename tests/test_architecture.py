@@ -28,7 +28,7 @@ LAYERS = (
     {"engine.draft"},
     {"engine.load", "engine.control.calibration", "engine.judge", "engine.statistics"}
     | {"engine.step_view"},
-    {"engine.control.costs", "engine.sweep", "engine.commit"},
+    {"engine.control.costs", "engine.sweep", "engine.commit", "engine.move"},
     {"engine.meter"},
     {"engine.control"},
     {"engine.status"},

@@ -55,7 +55,7 @@ def make_portfolio(
         own = models.get(entry.name)
         if entry.model is not None and own is None:
             raise _lacks_model(entry.name, entry.model)
-        layers = entry.features(target.model.shape.num_layers)
+        layers = _features(entry, own, target.model.shape.num_layers)
         features[entry.name] = layers
         drafters[entry.name] = entry.make(DrafterContext(config, target, pool, layers, own))
     return DrafterPortfolio(
@@ -65,6 +65,12 @@ def make_portfolio(
         prediction_readers=[entry.name for entry in entries if entry.reads_predictions],
         grammar_readers=[entry.name for entry in entries if entry.reads_grammars],
     )
+
+
+def _features(entry: DrafterEntry, own: PagedModel | None, num_layers: int) -> tuple[int, ...]:
+    """Layers of the target that a drafter is shown; of a head, its checkpoint says which."""
+    taps = None if own is None else own.model.taps
+    return entry.features(num_layers) if taps is None else taps(num_layers)
 
 
 def _lacks_model(name: str, model: OwnModel) -> ConfigurationError:

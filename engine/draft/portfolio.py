@@ -12,8 +12,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from engine.draft.drafter import Drafter, DraftProposal, SequenceView, StepView
-from engine.draft.tree import check_parents, first_path, prune
+from engine.draft.tree import check_parents, prune, renumber
 from engine.sequence import Sequence
+from engine.tree import is_chain
 
 if TYPE_CHECKING:
     import torch
@@ -104,9 +105,8 @@ class DrafterPortfolio:
     def propose(
         self, sequences: Seq[Sequence], lengths: Seq[int], drafters: Seq[str]
     ) -> DraftProposal:
-        """One list of draft tokens per sequence, never longer than its length.
-
-        Of a tree only the first path is kept: the judge checks chains.
+        """One list of draft tokens per sequence, never longer than its length, nor deeper than the
+        sequence may go.
 
         Args:
             drafters: who drafts for each sequence; a name that is not, or no longer, here drafts
@@ -114,6 +114,7 @@ class DrafterPortfolio:
         """
         tokens: list[list[int]] = [[] for _ in sequences]
         weights: list[torch.Tensor | None] = [None for _ in sequences]
+        parents: list[list[int] | None] = [None for _ in sequences]
         seconds: dict[str, float] = {}
         forwards = 0
         groups: dict[str, list[int]] = defaultdict(list)
@@ -124,12 +125,13 @@ class DrafterPortfolio:
             began = self._clock()
             with self._switched_off_if_it_raises(name) as drafter:
                 own = [lengths[i] for i in members]
-                proposal = drafter.propose([sequences[i] for i in members], own)
+                asked = [sequences[i] for i in members]
+                proposal = drafter.propose(asked, own)
                 forwards += proposal.forwards
-                for i, (draft, rows) in zip(members, self._cut(proposal, own), strict=True):
-                    tokens[i], weights[i] = draft, rows
+                for i, cut in zip(members, self._cut(proposal, asked, own), strict=True):
+                    tokens[i], weights[i], parents[i] = cut
             seconds[name] = self._clock() - began
-        return DraftProposal(tokens, weights, seconds, forwards)
+        return DraftProposal(tokens, weights, seconds, forwards, parents)
 
     def observe(self, view: StepView) -> None:
         """Tells every drafter what became of the sequences it may draft for.
@@ -171,20 +173,24 @@ class DrafterPortfolio:
         return [name for name in sequence.drafters if name in self._drafters]
 
     def _cut(
-        self, proposal: DraftProposal, lengths: Seq[int]
-    ) -> Iterator[tuple[list[int], torch.Tensor | None]]:
-        """A drafter's chains within their lengths and the vocabulary, and what each token of
-        theirs was drawn from."""
+        self, proposal: DraftProposal, sequences: Seq[Sequence], lengths: Seq[int]
+    ) -> Iterator[tuple[list[int], torch.Tensor | None, list[int] | None]]:
+        """A drafter's drafts within their lengths and the vocabulary; what each token of theirs
+        was drawn from; and their parents, where they branch."""
         weights = proposal.probabilities or [None] * len(lengths)
-        trees: Seq[list[int] | None] = proposal.parents or [None] * len(lengths)
-        for draft, rows, tree, length in zip(proposal.tokens, weights, trees, lengths, strict=True):
+        trees = proposal.parents or [None] * len(lengths)
+        drafts = zip(sequences, proposal.tokens, weights, trees, lengths, strict=True)
+        for sequence, draft, rows, tree, length in drafts:
             if tree is None:
                 kept = self._trim(draft, length)
-                yield kept, rows if rows is None else rows[: len(kept)]
-            else:
-                check_parents(draft, tree)
-                path = first_path(prune(draft, tree, length, self._vocab_size), tree)
-                yield [draft[i] for i in path], rows if rows is None else rows[path]
+                yield kept, rows if rows is None else rows[: len(kept)], None
+                continue
+            check_parents(draft, tree)
+            depth = min(sequence.max_draft, sequence.room - 1)
+            nodes = prune(draft, tree, length, depth, self._vocab_size)
+            parents = renumber(nodes, tree)
+            chosen = rows if rows is None or nodes == list(range(len(rows))) else rows[nodes]
+            yield [draft[n] for n in nodes], chosen, None if is_chain(parents) else parents
 
     def _trim(self, draft: list[int], length: int) -> list[int]:
         kept = draft[:length]

@@ -50,6 +50,24 @@ def _load_model(config: ModelConfig) -> LoadedModel:
     return load_checked(Path(config.path), config)
 
 
+def _make_eagle(context: DrafterContext) -> Drafter:
+    from engine.draft.heads.eagle import make_drafter
+
+    return make_drafter(context)
+
+
+def _check_head(target: Path, head: Path) -> None:
+    from engine.draft.heads.config import check_head
+
+    check_head(target, head)
+
+
+def _load_head(config: ModelConfig) -> LoadedModel:
+    from engine.draft.heads.runner import load_head
+
+    return load_head(config)
+
+
 _LOOKUP = DrafterEntry(
     name="lookup",
     summary="drafts from the text itself and so fits every model",
@@ -75,11 +93,22 @@ _GRAMMAR = DrafterEntry(
     reads_grammars=True,
     always=True,
 )
+_EAGLE = DrafterEntry(
+    name="eagle",
+    summary="drafts with a head on the target's own hidden states",
+    make=_make_eagle,
+    model=OwnModel(
+        setting="draft_head",
+        config=lambda speculation: speculation.draft_head,
+        check=_check_head,
+        load=_load_head,
+    ),
+)
 
 #: Drafter of a server that is told nothing.
 DEFAULT = _LOOKUP.name
 
-_entries = {entry.name: entry for entry in (_LOOKUP, _MODEL, _GRAMMAR)}
+_entries = {entry.name: entry for entry in (_LOOKUP, _MODEL, _EAGLE, _GRAMMAR)}
 
 
 def register(entry: DrafterEntry) -> None:

@@ -119,7 +119,6 @@ class NativeDecoder:
 
     Raises:
         NativeUnavailable: the kernels cannot be compiled here.
-        ValueError: a weight in few bits is damaged.
     """
 
     def __init__(
@@ -134,6 +133,9 @@ class NativeDecoder:
         self._kernel = library.specserve_decode
         self._kernel.argtypes = [ctypes.POINTER(_Decoder), ctypes.POINTER(Step)]
         self._kernel.restype = None
+        self._widen = library.specserve_embed
+        self._widen.argtypes = [ctypes.POINTER(_Decoder), *[ctypes.c_void_p] * 3]
+        self._widen.restype = None
         self._kept: list[torch.Tensor] = []  # what the kernel's pointers point to
         self._arena = Arena()
         self.dtype = model.dtype
@@ -153,6 +155,7 @@ class NativeDecoder:
         positions = torch.arange(max_model_len).unsqueeze(0)
         cosines, sines = body.rotary_emb(torch.zeros(1, dtype=torch.float32), positions)
         table, head = self._tables(body.embed_tokens, model.lm_head)
+        self._embedding = None if table.pieces[0].form else self._kept[-1]
         self._decoder = _Decoder(
             layers=self._layers,
             embedding=table.pieces[0].packed,
@@ -185,6 +188,15 @@ class NativeDecoder:
     def num_bytes(self) -> int:
         """Memory of all weights and tables."""
         return sum(t.numel() * t.element_size() for t in self._kept)
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """The embeddings of int64 ids [...]: [..., hidden] in the model's dtype."""
+        if self._embedding is not None:
+            return nn.functional.embedding(ids, self._embedding)
+        ids, rows = ids.contiguous(), torch.empty(*ids.shape, self.hidden)
+        pointers = ids.data_ptr(), ids.numel(), rows.data_ptr()
+        self._widen(ctypes.byref(self._decoder), *pointers)
+        return rows.to(self.dtype)
 
     def bind(self, store: KVStore) -> Callable[[Step], None]:
         """A function that runs one pass with `store` as the cache; stores may be many."""
@@ -225,7 +237,7 @@ class NativeDecoder:
         """Embedding and output layer; blocks that both share are packed once."""
         head = self._matrices.single(output)
         tied = is_fewbit(output) and output.weight is embedding.weight
-        return head if tied else self._matrices.table(embedding), head
+        return head if tied else self._matrices.table(embedding), head  # the table is kept last
 
     def _orders(self) -> list[Order]:
         """How the kernel wants what belongs to queries, keys and values."""

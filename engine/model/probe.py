@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from engine.cache.store import CacheShape
 from engine.errors import ConfigurationError, ModelNotSupported
 from engine.model.attention.base import AttentionCall
+from engine.model.quantized import shapes_only
 from engine.model.weights import in_a_line
 
 logger = logging.getLogger(__name__)
@@ -60,7 +61,8 @@ def probe(model: PreTrainedModel) -> tuple[LayerNeeds, ...]:
     ids = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
     positions = torch.arange(2, device=model.device).unsqueeze(0)
     try:
-        model(input_ids=ids, position_ids=positions, use_cache=False, paged_attend=attend)
+        with shapes_only():
+            model(input_ids=ids, position_ids=positions, use_cache=False, paged_attend=attend)
     except ModelNotSupported:
         raise
     except Exception as error:

@@ -10,7 +10,6 @@ from engine.types import EngineInfo
 from server.api.checks import require
 from server.text.codec import TextCodec
 
-
 #: Of texts whose tokens cannot be bounded so many characters are read, or so many for each token
 #: of the context, which is several times what any language makes of one.
 _MOST_UNBOUNDED, _MOST_PER_TOKEN = 1 << 20, 16

@@ -7,6 +7,7 @@ every planner faces the same text.
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from collections.abc import Callable
@@ -30,6 +31,9 @@ from engine.sweep import calibrate
 from engine.types import Request, SamplingParams
 
 PROMPT = 64
+
+#: Tokens of a stream, if a world does not say otherwise.
+STREAM = 400
 
 _MASK = 2**64 - 1
 
@@ -178,6 +182,18 @@ def _uniform(*key: int) -> float:
     return mixed / 2.0**64
 
 
+@functools.lru_cache(maxsize=1 << 17)  # every planner faces the same text
+def is_right(text: Text, stream: int, position: int, seed: int) -> bool:
+    """Whether a draft token is what the text goes on with."""
+    return _uniform(stream, position, 2, seed) < text(stream, position)[0]
+
+
+@functools.lru_cache(maxsize=1 << 17)
+def is_offered(text: Text, stream: int, position: int, seed: int) -> bool:
+    """Whether the drafter has something to say."""
+    return _uniform(stream, position, 1, seed) < text(stream, position)[1]
+
+
 @dataclass
 class Log:
     """What happened in a run."""
@@ -204,7 +220,7 @@ class World:
         self.text = text
         self.batch = batch
         self.seed = seed
-        self.length = 400  # tokens of a stream
+        self.length = STREAM  # tokens of a stream
         self.max_draft = 8
         self.prefill_every = 0  # steps between prefill chunks of 64 tokens, 0 = none
         self.planning = (0.0, 0.0)  # seconds of choosing and observing in every step
@@ -270,13 +286,10 @@ class World:
 
     def _judge(self, stream: int, sequence: Sequence, length: int, drafter: str) -> Verdict:  # noqa: ARG002
         position = len(sequence.tokens) - PROMPT
-        if not length or _uniform(stream, position, 1, self.seed) >= self.text(stream, position)[1]:
+        if not length or not is_offered(self.text, stream, position, self.seed):
             return Verdict([0], 0, 0)
         accepted = 0
-        while accepted < length:
-            right, _ = self.text(stream, position + accepted)
-            if _uniform(stream, position + accepted, 2, self.seed) >= right:
-                break
+        while accepted < length and is_right(self.text, stream, position + accepted, self.seed):
             accepted += 1
         return Verdict([0] * (accepted + 1), length, accepted)
 

@@ -11,6 +11,8 @@ import pytest
 
 from engine.control.options import Mode
 from engine.control.planner import Planner
+from engine.draft.drafter import Verdict
+from engine.sequence import Sequence
 from tests.control.fixed import LENGTHS, Fixed, seconds_of_fixed
 from tests.control.simulator import (
     A10,
@@ -28,6 +30,7 @@ from tests.control.simulator import (
     planner_for,
     switching,
 )
+from tests.control.simulator import _uniform as uniform
 
 TEXTS: dict[str, Text] = {
     "constant": constant(0.7),
@@ -65,6 +68,30 @@ def test_regret_against_the_best_fixed_length_in_hindsight(
     hard = name in WITH_DRAFT_MODEL and text == "bursty" and batch == 32
     assert log.seconds < (1.05 if hard else 1.03) * min(fixed.values())
     assert log.seconds < 1.02 * fixed[0]
+
+
+class Falling(World):
+    """A drafter such as a head: right at 0.8, 0.6, 0.4, 0.2 and then never, whatever the text."""
+
+    def _judge(self, stream: int, sequence: Sequence, length: int, drafter: str) -> Verdict:  # noqa: ARG002
+        position, accepted = len(sequence.tokens), 0
+        while accepted < length and uniform(stream, position, accepted) < 0.8 - 0.2 * accepted:
+            accepted += 1
+        return Verdict([0] * (accepted + 1), length, accepted)
+
+
+@pytest.mark.parametrize(("name", "batch"), [("laptop", 1), ("a10", 8), ("h200, draft model", 8)])
+def test_a_drafter_whose_acceptance_falls_with_depth_is_not_taken_for_one_with_the_mean(
+    name: str, batch: int
+) -> None:
+    """The length that is best in hindsight becomes the planner's."""
+    machine, tokens = ALL_MACHINES[name], 2000 * batch
+    fixed = {k: Falling(machine, EASY, batch).run(Fixed(k), tokens).seconds for k in range(5)}
+    best = min(fixed, key=lambda k: fixed[k])
+    log = Falling(machine, EASY, batch).run(planner_for(machine), tokens)
+    settled = log.lengths[log.steps // 2 :]
+    assert log.seconds < 1.015 * fixed[best]
+    assert sum(settled) / len(settled) == pytest.approx(best, abs=0.2)
 
 
 @pytest.mark.parametrize("machine", MACHINES)

@@ -209,7 +209,7 @@ def test_names_are_taken_once_and_are_words() -> None:
     ):
         with pytest.raises(ValueError, match=problem):
             registry.register(dataclasses.replace(TOY, name=name))
-    assert registry.choices() == ("lookup", "model", "grammar", "toy", "none")
+    assert registry.choices() == ("lookup", "model", "eagle", "grammar", "toy", "none")
 
 
 def test_no_other_file_spells_a_drafters_name() -> None:

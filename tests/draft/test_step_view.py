@@ -51,6 +51,9 @@ class Telling:
         logits = passed.logits * float("nan") if self.spoil == 0 else passed.logits
         return Pass(logits, passed.seconds, told)
 
+    def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        self._runner.move(sources, targets)
+
 
 class Head:
     """Knows a text only from features, and goes on as it went on after the same token."""

@@ -209,7 +209,7 @@ def test_a_prompt_that_is_to_be_truncated_is_read_if_it_could_fit_whole(path: st
     that fit: to truncate costs others no more than not to."""
     app, tokenizer = watched()
     text = TOO_LONG[: limit() // 2]
-    body = {"prompt": text, "messages": [USER | {"content": text}]}
+    body: dict[str, Any] = {"prompt": text, "messages": [USER | {"content": text}]}
     body.pop("messages" if path == "/v1/completions" else "prompt")
     body |= {"truncate_prompt_tokens": 9, "max_tokens": 1}
     response = call(app, "POST", path, json=body)

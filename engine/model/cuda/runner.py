@@ -50,9 +50,7 @@ class CudaRunner:
     #: Batches are made on the host, and copied in one piece.
     device = torch.device("cpu")
 
-    def __init__(
-        self, decoder: CudaDecoder, numerics: str, num_pages: int, page_size: int
-    ) -> None:
+    def __init__(self, decoder: CudaDecoder, numerics: str, num_pages: int, page_size: int) -> None:
         self.store = KVStore(decoder.shape, num_pages, page_size, decoder.device)
         self._decoder, self._exact = decoder, numerics == "exact"
         self._forward = Forward(decoder, self.store.keys, self.store.values)
@@ -102,9 +100,7 @@ class CudaRunner:
         buffers, inputs = self._make_room(rows, picks, batch.page_tables.numel())
         end = start_timer(self._decoder.device)
         views = inputs.load(batch, rows, picks, self.store.page_size)
-        kept = {
-            layer: buffers.residual.new_empty(rows, self._decoder.hidden) for layer in features
-        }
+        kept = {layer: buffers.residual.new_empty(rows, self._decoder.hidden) for layer in features}
         numerics = Numerics(self._exact, self._tile)
         self._forward.run(views, buffers, numerics, None, kept)
         return Pass(buffers.logits[:picks], end(), _without_padding(kept, batch))
@@ -166,8 +162,6 @@ def _most_pages(decoder: CudaDecoder, page_size: int) -> int:
     return GRAPH_ROWS * -(-decoder.max_model_len // page_size)
 
 
-def _without_padding(
-    states: Mapping[int, torch.Tensor], batch: Batch
-) -> dict[int, torch.Tensor]:
+def _without_padding(states: Mapping[int, torch.Tensor], batch: Batch) -> dict[int, torch.Tensor]:
     own = batch.input_ids.numel() - batch.num_padding_rows
     return {layer: state[:own] for layer, state in states.items()}

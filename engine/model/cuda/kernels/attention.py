@@ -105,9 +105,7 @@ def _attend_kernel(
                 shrink = tl.exp2(p - base)
                 v = tl.load(value_cache + slot[:, None] + d[None, :], mask=held, other=0.0)
                 t = t * shrink + tl.sum(weight, axis=1)
-                s = tl.dot(
-                    weight.to(v.dtype), v, s * shrink[:, None], input_precision="ieee"
-                )
+                s = tl.dot(weight.to(v.dtype), v, s * shrink[:, None], input_precision="ieee")
                 p = best
             if PARTIAL:
                 at = (row.to(tl.int64) * num_splits + split) * HEADS + head
