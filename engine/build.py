@@ -126,6 +126,7 @@ def assemble(
         max_model_len=loaded.max_model_len,
         default_drafters=registry.default_drafters(config.speculation),
         max_draft=config.speculation.max_draft,
+        max_nodes=config.speculation.max_nodes,
     )
     info = _describe(config, loaded, pool, portfolio.names)
     rules = RequestRules(
@@ -163,6 +164,9 @@ def _describe(
         drafters=drafters,
         max_draft=config.speculation.max_draft,
         checked=loaded.checked,
+        weights=loaded.weights,
+        kv_dtype=str(loaded.shape.dtype).removeprefix("torch."),
+        kv_bytes_per_token=loaded.shape.bytes_per_token,
     )
 
 
@@ -176,7 +180,7 @@ def _plan_how(config: EngineConfig, advisor: Advisor) -> PlannerOptions:
         raise ConfigurationError(
             f"speculation is {speculation.mode!r}; choose one of {modes}."
         ) from None
-    return PlannerOptions(max(1, speculation.max_draft), mode, advisor)
+    return PlannerOptions(max(1, speculation.most_drafts), mode, advisor)
 
 
 def check_numerics(built: BuiltEngine) -> BuiltEngine:
@@ -194,7 +198,7 @@ def _make_cache(
     """One pool of pages, and one store of K/V for each model; the target comes first."""
     cache, target = config.cache, models[TARGET]
     spare = available_memory(target.device) - logits_bytes(
-        config.scheduler, config.speculation.max_draft, target.vocab_size
+        config.scheduler, config.speculation.most_drafts, target.vocab_size
     )
     spare -= sum(m.reserve(cache.page_size, config.scheduler.max_batch_tokens) for m in models)
     useful = config.scheduler.max_sequences * target.max_model_len

@@ -14,6 +14,7 @@ from engine.draft.entry import DrafterContext, DrafterEntry, OwnModel, PagedMode
 from engine.draft.portfolio import DrafterPortfolio
 from engine.errors import ConfigurationError
 from engine.model.loader import LoadedModel
+from engine.model.passes import can_branch
 
 
 def load_models(config: EngineConfig, report: Callable[[str], None]) -> dict[str, LoadedModel]:
@@ -47,15 +48,21 @@ def make_portfolio(
         models: those that drafters run, by drafter.
 
     Raises:
-        ConfigurationError: a drafter lacks its model.
+        ConfigurationError: a drafter lacks its model, or the target cannot check trees.
     """
+    nodes = config.speculation.max_nodes
+    if nodes and not can_branch(target.runner):
+        raise ConfigurationError(
+            f"max_nodes is {nodes}, but the {target.model.runner_name} runner checks drafts that "
+            "do not branch; leave it at 0, or choose another runner."
+        )
     drafters: dict[str, Drafter] = {}
     features: dict[str, tuple[int, ...]] = {}
     for entry in entries:
         own = models.get(entry.name)
         if entry.model is not None and own is None:
             raise _lacks_model(entry.name, entry.model)
-        layers = entry.features(target.model.shape.num_layers)
+        layers = _features(entry, own, target.model.shape.num_layers)
         features[entry.name] = layers
         drafters[entry.name] = entry.make(DrafterContext(config, target, pool, layers, own))
     return DrafterPortfolio(
@@ -63,7 +70,16 @@ def make_portfolio(
         target.model.vocab_size,
         features=features,
         prediction_readers=[entry.name for entry in entries if entry.reads_predictions],
+        branching=[entry.name for entry in entries if entry.branches],
+        trees=can_branch(target.runner),
+        grammar_readers=[entry.name for entry in entries if entry.reads_grammars],
     )
+
+
+def _features(entry: DrafterEntry, own: PagedModel | None, num_layers: int) -> tuple[int, ...]:
+    """Layers of the target that a drafter is shown; of a head, its checkpoint says which."""
+    taps = None if own is None else own.model.taps
+    return entry.features(num_layers) if taps is None else taps(num_layers)
 
 
 def _lacks_model(name: str, model: OwnModel) -> ConfigurationError:

@@ -27,7 +27,17 @@ def _make_lookup(context: DrafterContext) -> Drafter:
 
 
 def _make_model(context: DrafterContext) -> Drafter:
-    from engine.draft.model import make_drafter
+    from engine.draft import model, tree_model
+    from engine.model.passes import can_branch
+
+    assert context.own is not None
+    if context.config.speculation.max_nodes and can_branch(context.own.runner):
+        return tree_model.make_drafter(context)
+    return model.make_drafter(context)
+
+
+def _make_grammar(context: DrafterContext) -> Drafter:
+    from engine.draft.grammar import make_drafter
 
     return make_drafter(context)
 
@@ -44,12 +54,31 @@ def _load_model(config: ModelConfig) -> LoadedModel:
     return load_checked(Path(config.path), config)
 
 
+def _make_eagle(context: DrafterContext) -> Drafter:
+    from engine.draft.heads.eagle import make_drafter
+
+    return make_drafter(context)
+
+
+def _check_head(target: Path, head: Path) -> None:
+    from engine.draft.heads.config import check_head
+
+    check_head(target, head)
+
+
+def _load_head(config: ModelConfig) -> LoadedModel:
+    from engine.draft.heads.runner import load_head
+
+    return load_head(config)
+
+
 _LOOKUP = DrafterEntry(
     name="lookup",
     summary="drafts from the text itself and so fits every model",
     make=_make_lookup,
     reads_predictions=True,
     always=True,
+    branches=True,
 )
 _MODEL = DrafterEntry(
     name="model",
@@ -61,12 +90,31 @@ _MODEL = DrafterEntry(
         check=_check_pair,
         load=_load_model,
     ),
+    branches=True,
+)
+_GRAMMAR = DrafterEntry(
+    name="grammar",
+    summary="drafts what a request's grammar forces, for requests that have one",
+    make=_make_grammar,
+    reads_grammars=True,
+    always=True,
+)
+_EAGLE = DrafterEntry(
+    name="eagle",
+    summary="drafts with a head on the target's own hidden states",
+    make=_make_eagle,
+    model=OwnModel(
+        setting="draft_head",
+        config=lambda speculation: speculation.draft_head,
+        check=_check_head,
+        load=_load_head,
+    ),
 )
 
 #: Drafter of a server that is told nothing.
 DEFAULT = _LOOKUP.name
 
-_entries = {entry.name: entry for entry in (_LOOKUP, _MODEL)}
+_entries = {entry.name: entry for entry in (_LOOKUP, _MODEL, _EAGLE, _GRAMMAR)}
 
 
 def register(entry: DrafterEntry) -> None:

@@ -1,10 +1,10 @@
-"""From a directory of safetensors to a model that runs: device, dtype, weights, attention."""
+"""From a directory of weights to a model that runs: device, dtype, weights, attention."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from engine.model.attention.cpu import DTYPES as CPU_DTYPES
 from engine.model.attention.cpu import MAX_GROUP, CpuAttention
 from engine.model.attention.reference import ReferenceAttention
 from engine.model.invariant import make_invariant
+from engine.model.inventory import describe_weights
 from engine.model.linear import can_pack, has_native_bfloat16
 from engine.model.native import NativeUnavailable
 from engine.model.native_decoder import NativeDecoder, why_not_native
@@ -27,6 +28,7 @@ from engine.model.passes import Runner
 from engine.model.probe import LayerNeeds, cache_shape, longest_sequence, probe
 from engine.model.runner import ATTENTION, ModelRunner
 from engine.model.weights import read_model
+from engine.types import WeightsInfo
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +39,10 @@ RUNNERS = ("auto", "native", "cuda", "torch", "reference")
 
 def _nothing(_page_size: int, _max_rows: int, /) -> int:
     return 0
+
+
+#: Whether "auto" keeps the blocks of a GGUF file.
+KEEP_BLOCKS = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +60,9 @@ class LoadedModel:
         checked: what comparing it with transformers' own forward has found, in words.
         reserve: (page_size, most rows of a pass) -> bytes that a runner takes on its device
             beside weights and pages, as far as that is not little.
+        embed: int64 ids [...] -> embeddings [..., hidden], for heads, which borrow them.
+        taps: of a head: number of its target's layers -> those whose hidden states it reads.
+        weights: what it was loaded with.
     """
 
     make_runner: Callable[[int, int], Runner]
@@ -65,10 +74,13 @@ class LoadedModel:
     eos_token_ids: frozenset[int]
     checked: str = "not compared with transformers"
     reserve: Callable[[int, int], int] = _nothing
+    embed: Callable[[torch.Tensor], torch.Tensor] | None = None
+    taps: Callable[[int], tuple[int, ...]] | None = None
+    weights: WeightsInfo = field(default_factory=WeightsInfo)
 
 
 def load_model(directory: Path, config: ModelConfig) -> LoadedModel:
-    """Loads a causal language model from a local directory; safetensors only, no remote code.
+    """Loads a causal language model from a local directory; no pickles, no remote code.
 
     Raises:
         ModelNotSupported: the model cannot be run here, and why.
@@ -85,8 +97,8 @@ def open_model(directory: Path, config: ModelConfig) -> PreTrainedModel:
         ConfigurationError: dtype, device or attention cannot be had.
     """
     device = choose_device(config.device)
-    dtype = choose_dtype(config.dtype, device)
-    model = read_model(directory, dtype).to(device)
+    dtype = choose_dtype(config.dtype if config.weights not in _DTYPES else config.weights, device)
+    model = read_model(directory, dtype, choose_weights(config.weights, device)).to(device)
     model.eval().requires_grad_(False)
     if not getattr(model, "_supports_attention_backend", False):
         raise ModelNotSupported(
@@ -108,20 +120,23 @@ def adopt_model(model: PreTrainedModel, config: ModelConfig) -> LoadedModel:
     limit = longest_sequence(model, config.max_model_len)
     text = model.config.get_text_config()
     facts = (model.device, text.vocab_size, limit, _eos_token_ids(model))
+    make_loaded = partial(LoadedModel, weights=describe_weights(model))
     if config.runner in ("auto", "native"):
         decoder = _native_decoder(model, limit, needs, required=config.runner == "native")
         if decoder is not None:
-            return LoadedModel(partial(NativeRunner, decoder), "native", decoder.shape, *facts)
+            native = partial(NativeRunner, decoder)
+            return make_loaded(native, "native", decoder.shape, *facts, embed=decoder.embed)
     if config.runner in ("auto", "cuda"):
         found = _cuda_runner(model, config, limit, needs)
         if found is not None:
             make_runner, reserve, shape = found
-            return LoadedModel(make_runner, "cuda", shape, *facts, reserve=reserve)
+            return make_loaded(make_runner, "cuda", shape, *facts, reserve=reserve)
     backend = _choose_attention(config.runner, model, needs[0], limit)
     _make_invariant(model)
     name = "reference" if isinstance(backend, ReferenceAttention) else "torch"
     shape = cache_shape(model, needs)
-    return LoadedModel(partial(ModelRunner, model, backend, shape), name, shape, *facts)
+    make = partial(ModelRunner, model, backend, shape)
+    return make_loaded(make, name, shape, *facts, embed=model.get_input_embeddings())
 
 
 def choose_device(name: str) -> torch.device:
@@ -142,6 +157,20 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     if name not in _DTYPES:
         raise ConfigurationError(f"dtype is {name!r}; choose one of auto, {', '.join(_DTYPES)}.")
     return _DTYPES[name]
+
+
+def choose_weights(name: str, device: torch.device) -> str:
+    """What weights are kept in: "float", "file", "int8" or "int4"; see `read_model`."""
+    if name == "auto":
+        name = "file" if KEEP_BLOCKS and device.type == "cpu" else "float"
+    if name in _DTYPES:
+        return "float"
+    if name != "float" and device.type != "cpu":
+        raise ConfigurationError(
+            f"weights is {name}, but blocks of few bits are multiplied on CPUs only, and the "
+            f"device is {device.type}; use bfloat16."
+        )
+    return name
 
 
 def _native_decoder(

@@ -9,7 +9,8 @@ Drafts that are judged by their probabilities are weighed one by one, as on a CP
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -45,20 +46,21 @@ class BatchSampler:
         logits = logits[:, : self.vocab_size]
         kept = [self._weigh(logits, draw) for draw in draws]
         wanted = [
-            (i, depth)
+            (i, row)
             for i, (draw, tokens) in enumerate(zip(draws, kept, strict=True))
             if draw.draft is not None and not tokens
-            for depth in range(len(draw.draft) + 1)
+            for row in range(len(draw.draft) + 1)
         ]
-        rows = [draws[i].context(depth) for i, depth in wanted]
-        places = [drawn_from(draws[i]).start + depth for i, depth in wanted]
+        rows = [draws[i].context(row) for i, row in wanted]
+        places = [drawn_from(draws[i]).start + row for i, row in wanted]
         tokens, sound = select(logits, places, rows)
-        for (i, depth), token in zip(wanted, tokens, strict=True):
-            draft = draws[i].draft or ()
-            if len(kept[i]) == depth and kept[i] == list(draft[:depth]):
-                kept[i].append(token)
+        drawn: dict[int, dict[int, int]] = defaultdict(dict)
+        for (i, row), token in zip(wanted, tokens, strict=True):
+            drawn[i][row] = token
+        for i, own in drawn.items():
+            kept[i] = _walk(draws[i], own)
         return [
-            Drawn(said, all(sound[row] for row in deciding(draw, len(said))))
+            Drawn(said, all(sound[row] for row in deciding(draw, said)))
             for draw, said in zip(draws, kept, strict=True)
         ]
 
@@ -66,7 +68,19 @@ class BatchSampler:
         if draw.draft is None or draw.proposal is None or draw.rule == "match":
             return []
         own = logits[drawn_from(draw)]
-        return weigh_draft(draw.rule, own, draw.context, draw.draft, draw.proposal)
+        return weigh_draft(draw, own)
+
+
+def _walk(draw: Draw, tokens: Mapping[int, int]) -> list[int]:
+    """What a text says that goes along its draft for as long as the draft says the same.
+
+    Args:
+        tokens: by row, of those that are drawn from.
+    """
+    said = [tokens[0]]
+    while len(way := draw.way(said)) == len(said):
+        said.append(tokens[way[-1] + 1])
+    return said
 
 
 def select(

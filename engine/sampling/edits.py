@@ -72,9 +72,9 @@ class Edits:
         if params.logit_bias:
             amounts = list(params.logit_bias.values())
             self._biased.add(i, _integers(params.logit_bias), np.asarray(amounts))
-        if params.allowed_token_ids is not None:
+        if params.allowed_token_ids is not None or row.allowed is not None:
             self._limited.append(i)
-            self._allowed.add(i, _integers(params.allowed_token_ids), 0.0)
+            self._allowed.add(i, _allowed_ids(row, self._size), 0.0)
         if banned := banned_ids(row):
             self._banned.add(i, _integers(banned), 0.0)
 
@@ -112,6 +112,19 @@ class Edits:
         some = found.view_as(table)
         rows = some.any(-1, keepdim=True)  # of ids that have no logit none is allowed
         return table.masked_fill_(rows & ~some, -torch.inf)
+
+
+def _allowed_ids(row: SamplingRow, size: int) -> NDArray[np.int64]:
+    """What allowed_token_ids and the grammar leave; the grammar alone where both leave nothing."""
+    listed = row.params.allowed_token_ids
+    if row.allowed is None:
+        return _integers(listed or ())
+    bits = np.unpackbits(np.frombuffer(row.allowed, np.uint8), bitorder="little")
+    by_grammar = np.flatnonzero(bits[:size])
+    if listed is None:
+        return by_grammar
+    both = by_grammar[np.isin(by_grammar, _integers(listed))]
+    return both if len(both) else by_grammar
 
 
 def _integers(ids: Collection[int]) -> NDArray[np.int64]:

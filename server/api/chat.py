@@ -9,13 +9,15 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from server.api.access import caller_of
+from server.api.answers import ChatCompletionResponse
 from server.api.body import StrictRoute
 from server.api.completions import join
 from server.api.context import ServerContext
 from server.api.generation import Generation
 from server.api.logprobs import LogprobWriter
 from server.api.respond import new_id, respond
-from server.api.schemas import ChatCompletionRequest, ChatCompletionResponse
+from server.api.schemas import ChatCompletionRequest
+from server.api.trace import write_trace
 from server.api.translate import chat_job
 from server.text.choice import Delta
 from server.text.codec import TextCodec
@@ -51,6 +53,7 @@ class ChatAnswer:
     def __init__(
         self, codec: TextCodec, body: ChatCompletionRequest, generation: Generation
     ) -> None:
+        self._codec = codec
         self._body = body
         self._generation = generation
         self._writer = LogprobWriter(
@@ -67,7 +70,7 @@ class ChatAnswer:
         return choices
 
     def chunk(self, number: int, delta: Delta) -> list[dict[str, Any]]:
-        with_tokens = self._body.logprobs or self._body.return_token_ids
+        with_tokens = self._body.logprobs or self._body.return_token_ids or delta.pieces
         chunks = []
         if delta.text or (with_tokens and delta.token_ids):
             choice = _bare(number, "delta", {"content": delta.text}, None)
@@ -97,6 +100,8 @@ class ChatAnswer:
     def _with_tokens(self, choice: dict[str, Any], delta: Delta) -> dict[str, Any]:
         if self._body.logprobs:
             choice["logprobs"] = self._writer.chat(delta)
+        if delta.pieces:
+            choice["trace"] = write_trace(delta, self._codec)
         if self._body.return_token_ids:
             choice["token_ids"] = list(delta.token_ids)
         return choice

@@ -151,7 +151,7 @@ class Generation:
         if choice.text.finished:
             return None  # computed before the engine heard of the stop string
         before = choice.text.tokens
-        delta = choice.text.push(event.token_ids, event.logprobs)
+        delta = choice.text.push(event.token_ids, event.logprobs, event.trace)
         now = time.monotonic()
         since = self.job.requests[choice.prompt].arrival
         first = choice.last_token is None

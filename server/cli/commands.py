@@ -29,7 +29,7 @@ def run_serve(options: argparse.Namespace, settings: Settings) -> int:
         from server.cli.serve import serve
 
         directory, name = _find_model(settings, console)
-        settings = _find_draft_model(settings, console)
+        settings = _find_drafters(settings, console)
         _hide_progress_bars()
         return serve(settings, directory, name, console)
 
@@ -42,7 +42,7 @@ def run_generate(options: argparse.Namespace, settings: Settings) -> int:
         from server.cli.generate import Prompt, generate
 
         directory, _ = _find_model(settings, console)
-        settings = _find_draft_model(settings, console)
+        settings = _find_drafters(settings, console)
         _hide_progress_bars()
         prompt = Prompt(
             text,
@@ -69,7 +69,7 @@ def run_audit(options: argparse.Namespace, settings: Settings) -> int:
     command = audit.read_arguments(options)
     with Console() as console:
         directory, _ = _find_model(settings, console)
-        settings = _find_draft_model(settings, console)
+        settings = _find_drafters(settings, console)
         _hide_progress_bars()
         return audit.run(command, settings, directory, console)
 
@@ -98,14 +98,19 @@ def _find_model(settings: Settings, console: Console) -> tuple[Path, str]:
     return directory, names[0]
 
 
-def _find_draft_model(settings: Settings, console: Console) -> Settings:
-    """The settings with `draft_model` resolved to a local directory."""
-    if settings.draft_model is None:
+def _find_drafters(settings: Settings, console: Console) -> Settings:
+    """The settings with `draft_model` and `draft_head` resolved to local directories."""
+    if settings.draft_model is None and settings.draft_head is None:
         return settings
     from engine.model import sources
 
-    found = sources.resolve(settings.draft_model, report=console.say, progress=console.progress)
-    return settings.model_copy(update={"draft_model": str(found)})
+    found = {}
+    if settings.draft_model is not None:
+        place = sources.resolve(settings.draft_model, report=console.say, progress=console.progress)
+        found["draft_model"] = str(place)
+    if settings.draft_head is not None:
+        found["draft_head"] = str(sources.resolve_head(settings.draft_head, report=console.say))
+    return settings.model_copy(update=found)
 
 
 def _hide_progress_bars() -> None:

@@ -1,0 +1,1 @@
+"""Heads: small drafters that read the target's own hidden states."""
