@@ -73,11 +73,10 @@ class ChatAnswer:
         return choices
 
     def chunk(self, number: int, delta: Delta) -> list[dict[str, Any]]:
-        with_tokens = self._body.logprobs or self._body.return_token_ids or delta.pieces
         if self._tools:
             return self._tool_chunks(number, delta)
         chunks = []
-        if delta.text or (with_tokens and delta.token_ids):
+        if delta.text or (delta.token_ids and self._wants_tokens(delta)):
             choice = _bare(number, "delta", {"content": delta.text}, None)
             chunks.append(self._with_tokens(choice, delta))
         if delta.finish_reason is not None:
@@ -123,7 +122,7 @@ class ChatAnswer:
         content, calls = self._tools[number].push(delta.text, last=last)
         parts: list[dict[str, Any]] = [{"content": content}] if content else []
         parts += [{"tool_calls": [call]} for call in calls]
-        if not parts and delta.token_ids and (self._body.logprobs or self._body.return_token_ids):
+        if not parts and delta.token_ids and self._wants_tokens(delta):
             parts = [{}]
         chunks = [_bare(number, "delta", part, None) for part in parts]
         if chunks:
@@ -132,6 +131,10 @@ class ChatAnswer:
             reason = _reason(delta, called=self._tools[number].called)
             chunks.append({**_bare(number, "delta", {}, reason), "stop_reason": delta.stop_reason})
         return chunks
+
+    def _wants_tokens(self, delta: Delta) -> bool:
+        """Whether tokens without text are worth a chunk."""
+        return bool(self._body.logprobs or self._body.return_token_ids or delta.pieces)
 
     def _with_tokens(self, choice: dict[str, Any], delta: Delta) -> dict[str, Any]:
         if self._body.logprobs:
