@@ -32,6 +32,7 @@ from engine.model.selftest import check_invariance
 from engine.model.threads import ThreadWatch
 from engine.prepare import measure, populate, settle_threads, warm_up
 from engine.rules import RequestRules
+from engine.sampling import BatchSampler
 from engine.scheduler import Scheduler
 from engine.types import EngineInfo
 
@@ -118,7 +119,7 @@ def assemble(
         drafters=portfolio,
         planner=ShieldedPlanner(AdaptivePlanner(options, costs)),
         meter=Meter(costs),
-        judge=Judge(loaded.vocab_size, loaded.eos_token_ids, config.speculation.verification),
+        judge=_make_judge(config, loaded),
     )
     engine = Engine(
         parts,
@@ -136,6 +137,14 @@ def assemble(
     )
     idle = OnlineAudit(engine, config.audit_rate, info.dtype) if config.audit_rate else None
     return BuiltEngine(engine, info, rules, idle, threads)
+
+
+def _make_judge(config: EngineConfig, loaded: LoadedModel) -> Judge:
+    """Draws where the logits are: side by side on a GPU, row by row on a CPU."""
+    on_gpu = loaded.device.type == "cuda"
+    sampler = BatchSampler(loaded.vocab_size) if on_gpu else None
+    rule = config.speculation.verification
+    return Judge(loaded.vocab_size, loaded.eos_token_ids, rule, sampler)
 
 
 def _describe(

@@ -45,6 +45,7 @@ SERVER_MAY = {
     "engine.stats",
     "engine.config",
     "engine.errors",
+    "engine.grammar",
     "engine.async_engine",
 }
 #: ... and what single parts of it need besides: modules that are light, or imported on demand.
@@ -293,6 +294,8 @@ def argument_counts(path: Path) -> dict[str, int]:
     """Parameters of each function, not counting self and cls."""
     counts = {}
     for name, node in functions(path):
+        if any("triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list):
+            continue  # all that a kernel knows are its parameters
         every = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
         counts[name] = sum(a.arg not in ("self", "cls") for a in every)
     return counts

@@ -24,6 +24,7 @@ from engine.errors import ModelNotSupported
 from engine.model.inventory import in_blocks
 from engine.model.lessons import Part, rows_of, schedule
 from engine.model.passes import Runner
+from engine.model.probe import packed_rows_of
 from engine.model.quantized import QuantizedWeight
 from engine.model.runner import ATTENTION
 from engine.model.weights import in_a_line, name_bad_tensor
@@ -234,15 +235,8 @@ class _Feeder:
             spans.append(Span(committed + wrong, part.start, table, part.wanted + part.refused))
         runner, pool = self._runner, self._pool
         batch = build_batch(spans, pool.page_size, pool.num_pages, runner.device, runner.min_rows)
-        try:
+        with packed_rows_of(self._expected.name):
             out, first = runner.forward(batch).logits.float().cpu(), 0
-        except ModelNotSupported:
-            raise
-        except Exception as error:
-            logger.debug("a pass failed", exc_info=True)
-            raise ModelNotSupported(
-                f"{self._expected.name} cannot run on packed rows: {in_a_line(error)}"
-            ) from error
         for part in parts:
             for offset, row in enumerate(rows_of([part], part.text)):
                 wanted = self._expected.rows[part.text, row]

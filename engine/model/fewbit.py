@@ -47,7 +47,7 @@ _NIBBLES_FROM_FINE = Form(3, 4, True, torch.float32, 32)
 _BYTES = Form(4, 8, False, torch.float16, 32)
 _BYTES_FROM = Form(5, 8, True, torch.float32, 32)
 _BYTES_OF_SIXTEEN = Form(6, 8, False, torch.float32, 16)
-_ANYTHING = Form(7, 8, True, torch.float32, 16)
+ANYTHING = Form(7, 8, True, torch.float32, 16)
 
 #: The form that takes the least room for a kind of blocks.
 FORMS = {
@@ -77,26 +77,12 @@ class _Parts:
     minimum: torch.Tensor | None = None
 
 
-def why_not_packed(weight: QuantizedWeight) -> str | None:
-    """Why the kernels cannot multiply this weight, or None if they can."""
-    if weight.kind not in FORMS:
-        return f"the kernels have no {weight.kind}, only {', '.join(FORMS)}"
-    return None
-
-
-def common_form(weights: Sequence[QuantizedWeight]) -> Form:
-    """The form for all of these in one matrix."""
-    forms = {FORMS[weight.kind] for weight in weights}
-    return forms.pop() if len(forms) == 1 else _ANYTHING
-
-
-def pack_blocks(data: torch.Tensor, kind: str, form: Form | None = None) -> torch.Tensor:
-    """Blocks of a GGUF file -> what the kernels read.
+def pack_blocks(data: torch.Tensor, kind: str) -> torch.Tensor:
+    """Blocks of a GGUF file -> what the kernels read, in the form for their kind.
 
     Args:
         data: uint8 [outputs, bytes of a row].
-        kind: of its blocks.
-        form: to bring them to; by default the one for their kind.
+        kind: of its blocks, one of `FORMS`.
 
     Returns:
         uint8 [outputs / 32, inputs / 32, bytes]: each with the weights of 32 outputs and 32
@@ -105,34 +91,71 @@ def pack_blocks(data: torch.Tensor, kind: str, form: Form | None = None) -> torc
     Raises:
         ValueError: a scale is no finite number.
     """
-    form = form or FORMS[kind]
-    parts = _KINDS[kind](pad_rows(data))
+    return _pack(_read(pad_rows(data), kind), FORMS[kind])
+
+
+def pack_mixed(
+    weights: Sequence[QuantizedWeight], order: Callable[[list[torch.Tensor]], torch.Tensor]
+) -> tuple[Form, torch.Tensor]:
+    """Weights of several kinds as one matrix, in the form that holds them all.
+
+    Args:
+        weights: of equally many inputs, all of kinds in `FORMS`.
+        order: makes one tensor of what belongs to their outputs: [[N1, ...], [N2, ...], ...] ->
+            [N, ...].
+
+    Returns:
+        The form, and the matrix as `pack_blocks` gives it.
+    """
+    every = [_anything(_read(weight.data, weight.kind), FORMS[weight.kind]) for weight in weights]
+    q, scale, minimum = (pad_rows(order(list(parts))) for parts in zip(*every, strict=True))
+    return ANYTHING, _pack(_Parts(q, scale, minimum), ANYTHING)
+
+
+def _read(data: torch.Tensor, kind: str) -> _Parts:
+    parts = _KINDS[kind](data)
     for name, found in (("scale", parts.scale), ("minimum", parts.minimum)):
         if found is not None and not found.isfinite().all():
             raise ValueError(f"a {name} in blocks of {kind} is no finite number: a damaged file?")
-    outputs, inputs = parts.q.shape
-    q = parts.q - FORMS[kind].zero if form.bits == 8 else parts.q
+    return parts
+
+
+def _anything(parts: _Parts, form: Form) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The same numbers as `ANYTHING` has them: q, scales and minimums."""
+    minimum = torch.zeros_like(parts.scale) if parts.minimum is None else parts.minimum
+    scales = [
+        t.float().repeat_interleave(form.shared // ANYTHING.shared, 1)
+        for t in (parts.scale, minimum)
+    ]
+    return parts.q - form.zero, scales[0], scales[1]
+
+
+def _pack(parts: _Parts, form: Form) -> torch.Tensor:
+    inputs = parts.q.shape[1]
     # Of each eight inputs two words: 0 4 1 5 and 2 6 3 7.
-    words = q.view(torch.uint8).view(outputs // BLOCK, BLOCK, inputs // GROUP, 4, 2, 2, 2)
-    # [block, output, group, eight, half, word, pair] -> [block, group, eight, word, output, pair, half]
+    words = parts.q.view(torch.uint8).view(-1, BLOCK, inputs // GROUP, 4, 2, 2, 2)
+    # [block, output, group, eight, half, word, pair] -> [..., eight, word, output, pair, half]
     words = words.permute(0, 2, 3, 5, 1, 6, 4).reshape(-1, inputs // GROUP, 4, 2, BLOCK, 4)
     if form.bits == 4:
         words = words[:, :, :, 0] | words[:, :, :, 1] << 4
     pieces = [words.flatten(2), _scales(parts.scale, inputs, form)]
-    if form.minimum:
-        minimum = torch.zeros_like(parts.scale) if parts.minimum is None else parts.minimum
-        pieces.append(_scales(minimum, inputs, form))
+    if parts.minimum is not None:
+        pieces.append(_scales(parts.minimum, inputs, form))
     return torch.cat(pieces, dim=2)
 
 
 def _scales(scale: torch.Tensor, inputs: int, form: Form) -> torch.Tensor:
     """[outputs, n] -> bytes [outputs / 32, inputs / 32, ...], one for each `shared` inputs."""
-    repeated = scale.repeat_interleave(inputs // form.shared // scale.shape[1], dim=1)
-    blocks = repeated.view(-1, BLOCK, inputs // GROUP, GROUP // form.shared).permute(0, 2, 3, 1)
+    blocks = scale.view(-1, BLOCK, inputs // GROUP, GROUP // form.shared).permute(0, 2, 3, 1)
     return blocks.to(form.scale).contiguous().view(torch.uint8).flatten(2)
 
 
 # -- kinds of blocks: where their bits lie ---------------------------------------------------
+
+
+def _blocks(data: torch.Tensor, size: int) -> torch.Tensor:
+    """[outputs, bytes of a row] -> [outputs, blocks, bytes of a block]."""
+    return data.view(len(data), -1, size)
 
 
 def _halves(blocks: torch.Tensor, at: int) -> torch.Tensor:
@@ -142,7 +165,7 @@ def _halves(blocks: torch.Tensor, at: int) -> torch.Tensor:
 
 def _nibbles(bytes_: torch.Tensor, together: int) -> torch.Tensor:
     """Low halves of so many bytes, then high halves; int8 [outputs, blocks, inputs]."""
-    runs = bytes_.unflatten(2, (-1, 1, together))
+    runs = bytes_.reshape(*bytes_.shape[:2], -1, 1, together)
     return torch.cat([runs & 15, runs >> 4], dim=3).flatten(2).view(torch.int8)
 
 
@@ -155,7 +178,7 @@ def _simple(size: int, minimum: bool, fifth: bool) -> Callable[[torch.Tensor], _
     """Q4_0, Q4_1, Q5_0 and Q5_1: scale, minimum, fifth bits, and halves of bytes."""
 
     def parts(data: torch.Tensor) -> _Parts:
-        blocks = data.unflatten(1, (-1, size))
+        blocks = _blocks(data, size)
         at = 4 if minimum else 2
         q = _nibbles(blocks[:, :, size - 16 :], 16)
         if fifth:
@@ -167,7 +190,7 @@ def _simple(size: int, minimum: bool, fifth: bool) -> Callable[[torch.Tensor], _
 
 
 def _q8_0(data: torch.Tensor) -> _Parts:
-    blocks = data.unflatten(1, (-1, 34))
+    blocks = _blocks(data, 34)
     return _Parts(blocks[:, :, 2:].contiguous().view(torch.int8).flatten(1), _halves(blocks, 0))
 
 
@@ -177,7 +200,7 @@ def _fine_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     The first four of each stand in the low six bits of the first eight bytes; the others have
     their low four bits in the last four bytes, and the two above in what the first left free.
     """
-    low, middle, high = blocks[:, :, 4:16].unflatten(2, (3, 4)).unbind(2)
+    low, middle, high = blocks[:, :, 4:16].reshape(*blocks.shape[:2], 3, 4).unbind(2)
     scales = torch.cat([low & 63, high & 15 | low >> 6 << 4], dim=2)
     minimums = torch.cat([middle & 63, high >> 4 | middle >> 6 << 4], dim=2)
     scale = _halves(blocks, 0).float().unsqueeze(2) * scales
@@ -186,12 +209,12 @@ def _fine_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _q4_k(data: torch.Tensor) -> _Parts:
-    blocks = data.unflatten(1, (-1, 144))
+    blocks = _blocks(data, 144)
     return _Parts(_nibbles(blocks[:, :, 16:], 32).flatten(1), *_fine_scales(blocks))
 
 
 def _q5_k(data: torch.Tensor) -> _Parts:
-    blocks = data.unflatten(1, (-1, 176))
+    blocks = _blocks(data, 176)
     # Bit i of byte j belongs to input 32 i + j.
     fifth = blocks[:, :, None, 16:48] >> torch.arange(8, dtype=torch.uint8)[:, None] & 1
     q = _nibbles(blocks[:, :, 48:], 32) | (fifth << 4).flatten(2).view(torch.int8)
@@ -199,10 +222,10 @@ def _q5_k(data: torch.Tensor) -> _Parts:
 
 
 def _q6_k(data: torch.Tensor) -> _Parts:
-    blocks = data.unflatten(1, (-1, 210))
+    blocks = _blocks(data, 210)
     low = _nibbles(blocks[:, :, :128], 64)
     # Two bits each: the lowest of 32 bytes belong to 32 inputs, the next to the 32 after them.
-    pairs = blocks[:, :, 128:192].unflatten(2, (2, 1, 32))
+    pairs = blocks[:, :, 128:192].reshape(*blocks.shape[:2], 2, 1, 32)
     high = pairs >> torch.tensor([0, 2, 4, 6], dtype=torch.uint8)[:, None] & 3
     q = (low | (high << 4).flatten(2).view(torch.int8)) - 32
     fine = blocks[:, :, 192:208].contiguous().view(torch.int8)

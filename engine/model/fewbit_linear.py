@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from engine.cache.huge_pages import Arena
-from engine.model.fewbit import FORMS, pack_blocks
+from engine.model.fewbit import FORMS, GROUP, pack_blocks
 from engine.model.native import check_layouts, fields, load_kernels
 from engine.model.packing import pad_rows
 from engine.model.quantized import QuantizedWeight
@@ -21,7 +21,15 @@ from engine.model.quantized import QuantizedWeight
 #: What rows are multiplied as, and how many bytes a number then has.
 PLANES = {"int16": 2, "int8": 1}
 
+#: Bytes of a group of a row beside its 32 numbers: `Group` in kernels/quantized.h.
+_SCALES = 16
+
 _DTYPES = (torch.float32, torch.bfloat16)
+
+
+def group_bytes(planes: int) -> int:
+    """What 32 numbers of a row take, with their scale and sums."""
+    return planes * GROUP + _SCALES
 
 
 class _FewbitLinear(ctypes.Structure):

@@ -131,9 +131,9 @@ def adopt_model(model: PreTrainedModel, config: ModelConfig) -> LoadedModel:
         if found is not None:
             make_runner, reserve, shape = found
             return make_loaded(make_runner, "cuda", shape, *facts, reserve=reserve)
-    backend = _choose_attention(config.runner, model, needs[0])
+    backend = _choose_attention(config.runner, model, needs[0], limit)
     _make_invariant(model)
-    name = "torch" if isinstance(backend, CpuAttention) else "reference"
+    name = "reference" if isinstance(backend, ReferenceAttention) else "torch"
     shape = cache_shape(model, needs)
     make = partial(ModelRunner, model, backend, shape)
     return make_loaded(make, name, shape, *facts, embed=model.get_input_embeddings())
@@ -216,15 +216,18 @@ def _cuda_runner(
     return None
 
 
-def _choose_attention(runner: str, model: PreTrainedModel, needs: LayerNeeds) -> AttentionBackend:
-    """The native attention kernel where it applies; the reference where it does not."""
+def _choose_attention(
+    runner: str, model: PreTrainedModel, needs: LayerNeeds, max_model_len: int
+) -> AttentionBackend:
+    """The device's own attention kernel where it applies; the reference where it does not."""
     if runner == "reference":
         return ReferenceAttention()
-    reason = _why_not_cpu(model, needs)
+    on_gpu = model.device.type == "cuda"
+    reason = _why_no_kernel(model, needs)
     if reason is None:
         try:
-            return CpuAttention()
-        except NativeUnavailable as error:
+            return _cuda_attention(needs, max_model_len) if on_gpu else CpuAttention()
+        except (NativeUnavailable, ImportError) as error:
             reason = str(error)
     if runner == "torch":
         raise ConfigurationError(f"runner is torch, but {reason}; use reference.")
@@ -242,10 +245,17 @@ def _make_invariant(model: PreTrainedModel) -> None:
             logger.warning("linear layers stay torch's, rows may depend on the batch: %s", error)
 
 
-def _why_not_cpu(model: PreTrainedModel, needs: LayerNeeds) -> str | None:
-    if model.device.type != "cpu":
+def _cuda_attention(needs: LayerNeeds, max_model_len: int) -> AttentionBackend:
+    from engine.model.attention.cuda import CudaAttention
+
+    return CudaAttention(needs.heads, max_model_len)
+
+
+def _why_no_kernel(model: PreTrainedModel, needs: LayerNeeds) -> str | None:
+    device = model.device.type
+    if device not in ("cpu", "cuda"):
         return f"the model is on {model.device}"
-    if model.dtype not in CPU_DTYPES:
+    if device == "cpu" and model.dtype not in CPU_DTYPES:
         return f"the kernel has no {model.dtype}"
     if needs.head_size % 2:
         return f"the size of a head, {needs.head_size}, is odd"

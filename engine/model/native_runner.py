@@ -9,6 +9,7 @@ import torch
 from engine.batch import Batch
 from engine.cache.store import KVStore
 from engine.model.attention.cpu import branches_of, move_tokens
+from engine.model.fewbit_linear import group_bytes
 from engine.model.native_decoder import NativeDecoder, Step
 from engine.model.packing import BLOCK, num_blocks
 from engine.model.passes import Pass, check_layers, start_timer
@@ -58,6 +59,7 @@ class NativeRunner:
             setattr(step, name, getattr(batch, name).data_ptr())
         for name in ("residual", "squares", "normed", "queries", "qkv", "gated", "logits"):
             setattr(step, name, getattr(self, f"_{name}").data_ptr())
+        step.normed_groups, step.gated_groups = (g.data_ptr() for g in self._groups)
         self._run(step)
         own = rows - batch.num_padding_rows
         kept = {layer: state[:own] for layer, state in zip(features, states, strict=True)}
@@ -69,7 +71,9 @@ class NativeRunner:
 
     def _make_room(self, rows: int, num_logits: int) -> None:
         """Grows the buffers; in the steady state they are just reused."""
-        decoder, dtype = self._decoder, self._decoder.dtype
+        decoder = self._decoder
+        # What waits to become whole numbers waits in float32.
+        dtype = torch.float32 if decoder.fewbit else decoder.dtype
         if rows > self._rows:
             self._rows = rows
             attended = decoder.heads * decoder.head_size
@@ -78,9 +82,14 @@ class NativeRunner:
             self._residual = torch.empty(hidden, rows, BLOCK)
             self._squares = torch.empty(hidden, rows)
             self._normed = torch.empty(widest, rows, BLOCK, dtype=dtype)
-            self._queries = torch.empty(rows, attended, dtype=dtype)
+            self._queries = torch.empty(rows, attended, dtype=decoder.dtype)
             self._qkv = torch.empty(rows, num_blocks(joined) * BLOCK)
-            self._gated = torch.empty(num_blocks(decoder.intermediate), rows, BLOCK, dtype=dtype)
+            gated = num_blocks(decoder.intermediate)
+            self._gated = torch.empty(gated, rows, BLOCK, dtype=dtype)
+            size = group_bytes(decoder.planes) if decoder.fewbit else 0
+            self._groups = [
+                torch.empty(n * rows * size, dtype=torch.uint8) for n in (widest, gated)
+            ]
         if num_logits > self._num_logits or not hasattr(self, "_logits"):
             self._num_logits = num_logits
             self._logits = torch.empty(num_logits, decoder.vocab)

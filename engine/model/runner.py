@@ -19,6 +19,7 @@ from engine.batch import Batch
 from engine.cache.store import CacheShape, KVStore
 from engine.errors import ModelNotSupported
 from engine.model.attention.base import Attend, AttentionBackend, AttentionCall, TreeAttention
+from engine.model.fewbit_linear import PackedFewbitLinear
 from engine.model.linear import PackedLinear
 from engine.model.passes import Pass, check_layers, start_timer
 
@@ -102,7 +103,8 @@ class ModelRunner:
         self.store = KVStore(shape, num_pages, page_size, self.device)
         self.branches = isinstance(backend, TreeAttention)
         #: Where layers are torch's own, a single row takes another path and is rounded otherwise.
-        self.min_rows = 1 if any(isinstance(m, PackedLinear) for m in model.modules()) else 2
+        packed = (PackedLinear, PackedFewbitLinear)
+        self.min_rows = 1 if any(isinstance(m, packed) for m in model.modules()) else 2
 
     @functools.cached_property
     def _layers(self) -> torch.nn.ModuleList:

@@ -115,7 +115,7 @@ class RowSampler:
         self._match(selector, draws, kept)
         sound = selector.sound()
         return [
-            Drawn(tokens, all(sound[row] for row in _deciding(draw, tokens)))
+            Drawn(tokens, all(sound[row] for row in deciding(draw, tokens)))
             for draw, tokens in zip(draws, kept, strict=True)
         ]
 
@@ -123,7 +123,7 @@ class RowSampler:
         """What a draft with probabilities is worth by them; nothing for all others."""
         if draw.draft is None or draw.proposal is None or draw.rule == "match":
             return []
-        own = logits[_drawn_from(draw)][:, : self.vocab_size]
+        own = logits[drawn_from(draw)][:, : self.vocab_size]
         return weigh_draft(draw, own)
 
     def _match(self, selector: Selector, draws: Sequence[Draw], kept: list[list[int]]) -> None:
@@ -135,7 +135,7 @@ class RowSampler:
             if draw.draft is not None and not tokens
         }
         while at:
-            picks = [_drawn_from(draws[i]).start + row for i, row in at.items()]
+            picks = [drawn_from(draws[i]).start + row for i, row in at.items()]
             tokens = selector.select(picks, [draws[i].context(row) for i, row in at.items()])
             for i, token in zip(at, tokens, strict=True):
                 kept[i].append(token)
@@ -143,12 +143,12 @@ class RowSampler:
             at = {i: way[-1] + 1 for i, way in ways.items() if len(way) == len(kept[i])}
 
 
-def _drawn_from(draw: Draw) -> slice:
+def drawn_from(draw: Draw) -> slice:
     """The rows that follow its committed tokens and each of its draft tokens."""
     return slice(draw.rows.stop - 1 - len(draw.draft or ()), draw.rows.stop)
 
 
-def _deciding(draw: Draw, kept: Sequence[int]) -> list[int]:
+def deciding(draw: Draw, kept: Sequence[int]) -> list[int]:
     """The rows that plain decoding would have had for the tokens that were kept."""
     if draw.draft is None:
         return list(draw.rows)

@@ -13,10 +13,11 @@ from starlette.middleware.cors import CORSMiddleware
 
 from engine.types import EngineInfo
 from server.api.access import Gatekeeper, describe_access
+from server.api.answers import ErrorResponse
 from server.api.chat import chat_router
 from server.api.completions import completions_router
 from server.api.context import EngineClient, ServerContext
-from server.api.errors import ErrorResponse, install_error_handlers
+from server.api.errors import install_error_handlers
 from server.api.middleware import RequestGuard
 from server.api.ops import ops_router
 from server.api.options import ServerOptions

@@ -9,13 +9,14 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from server.api.access import caller_of
+from server.api.answers import ChatCompletionResponse
 from server.api.body import StrictRoute
 from server.api.completions import join
 from server.api.context import ServerContext
 from server.api.generation import Generation
 from server.api.logprobs import LogprobWriter
 from server.api.respond import new_id, respond
-from server.api.schemas import ChatCompletionRequest, ChatCompletionResponse
+from server.api.schemas import ChatCompletionRequest
 from server.api.trace import write_trace
 from server.api.translate import chat_job
 from server.text.choice import Delta

@@ -51,6 +51,23 @@ def check_choices(options: ServerOptions, samples: int, prompts: int) -> None:
     )
 
 
+def check_stop(options: ServerOptions, body: GenerationRequest) -> None:
+    stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    require(
+        len(stop) <= options.max_stop_strings,
+        "stop",
+        f"a list of {len(stop)}",
+        f"at most {options.max_stop_strings} strings",
+    )
+    for string in stop:
+        require(
+            1 <= len(string) <= options.max_stop_length,
+            "stop",
+            f"a string of {len(string)} characters",
+            f"made of strings of 1 to {options.max_stop_length} characters",
+        )
+
+
 def require(condition: bool, param: str, value: object, rule: str) -> None:
     if not condition:
         raise InvalidRequest(f"{param} is {str(value)[:40]}, but it must be {rule}.", param)

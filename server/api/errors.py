@@ -13,7 +13,6 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from starlette.exceptions import HTTPException
 from starlette.responses import Response
-from typing_extensions import TypedDict
 
 from engine.errors import (
     ContextLengthExceeded,
@@ -25,22 +24,6 @@ from engine.errors import (
 )
 
 logger = logging.getLogger("specserve.server")
-
-
-class ErrorBody(TypedDict):
-    """What went wrong."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorResponse(TypedDict):
-    """Every error of the server."""
-
-    error: ErrorBody
-
 
 #: First match wins: (engine error, HTTP status, code). The type follows from the status.
 ERROR_TABLE: tuple[tuple[type[EngineError], int, str | None], ...] = (

@@ -10,6 +10,7 @@ from engine.types import EngineInfo, SamplingParams
 from server.api.checks import require
 from server.api.context import ServerContext
 from server.api.errors import quote
+from server.api.formats import grammar_source
 from server.api.lengths import Count
 from server.api.options import ServerOptions
 from server.api.schemas import GenerationRequest
@@ -33,6 +34,7 @@ async def sampling_params(
             _few(options, name, len(ids))
         check_token_ids(ids or (), info, name)
     allowed = body.allowed_token_ids
+    source = grammar_source(body)
     given = {
         name: value
         for name in (
@@ -46,6 +48,9 @@ async def sampling_params(
         )
         if (value := getattr(body, name)) is not None
     }
+    grammar = None
+    if source is not None:
+        grammar = await codec.grammars.compile(source, info.eos_token_ids)
     try:
         return SamplingParams(
             **given,
@@ -60,6 +65,7 @@ async def sampling_params(
             n=count.samples,
             logprobs=count.logprobs,
             prompt_logprobs=count.prompt_logprobs,
+            grammar=grammar,
         )
     except InvalidRequest as error:
         if error.param != "max_tokens" or count.field == "max_tokens":

@@ -2,28 +2,9 @@
 
 from __future__ import annotations
 
-from typing import NotRequired
-
-from typing_extensions import TypedDict
-
+from server.api.answers import Trace, TracedToken
 from server.text.choice import Delta
 from server.text.codec import TextCodec
-
-
-class TracedToken(TypedDict):
-    """A token's text; who drafted it, null = the model said it; refused guesses in its place."""
-
-    text: str
-    drafter: str | None
-    refused: NotRequired[list[str]]
-
-
-class Trace(TypedDict):
-    """Where the tokens of a choice, or of its chunk, came from."""
-
-    drafted: int
-    accepted: int
-    tokens: list[TracedToken]
 
 
 def write_trace(delta: Delta, codec: TextCodec) -> Trace:

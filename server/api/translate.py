@@ -15,6 +15,7 @@ from server.api.checks import (
     bounded,
     check_choices,
     check_common,
+    check_stop,
     is_token_ids,
     joined,
     largest,
@@ -26,7 +27,6 @@ from server.api.context import ServerContext
 from server.api.errors import ApiError, quote
 from server.api.generation import Job
 from server.api.lengths import Count, check_texts, max_tokens, truncated
-from server.api.options import ServerOptions
 from server.api.sampling import check_token_ids, sampling_params
 from server.api.schemas import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from server.text.choice import TextRules
@@ -135,13 +135,14 @@ async def _wishes(
     context: ServerContext, codec: TextCodec, body: GenerationRequest, count: Count
 ) -> _Wishes:
     """What is quick to check, before prompts are tokenised."""
-    rules = _text_rules(context.options, body, context.engine.info)
+    check_stop(context.options, body)
+    sampling = await sampling_params(context, codec, body, count)
     return _Wishes(
-        sampling=await sampling_params(context, codec, body, count),
+        sampling=sampling,
         speculation=await _speculation(
             codec, body, context.engine.info, context.options.allow_trace
         ),
-        rules=rules,
+        rules=_text_rules(body, sampling, context.engine.info),
     )
 
 
@@ -180,28 +181,15 @@ def _job(
     )
 
 
-def _text_rules(options: ServerOptions, body: GenerationRequest, info: EngineInfo) -> TextRules:
+def _text_rules(body: GenerationRequest, sampling: SamplingParams, info: EngineInfo) -> TextRules:
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
-    require(
-        len(stop) <= options.max_stop_strings,
-        "stop",
-        f"a list of {len(stop)}",
-        f"at most {options.max_stop_strings} strings",
-    )
-    for string in stop:
-        require(
-            1 <= len(string) <= options.max_stop_length,
-            "stop",
-            f"a string of {len(string)} characters",
-            f"made of strings of 1 to {options.max_stop_length} characters",
-        )
     named = frozenset(body.stop_token_ids or ())
     return TextRules(
         stop=tuple(dict.fromkeys(stop)),
         include_stop=bool(body.include_stop_str_in_output),
         skip_special_tokens=body.skip_special_tokens is not False,
         min_tokens=body.min_tokens or 0,
-        terminators=named if body.ignore_eos else named | info.eos_token_ids,
+        terminators=named | info.eos_token_ids if sampling.ends_at_eos else named,
         stop_token_ids=named,
     )
 

@@ -77,8 +77,12 @@ class Settings(BaseModel):
         "int8: faster, less faithful",
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs")
-    runner: Literal["auto", "native", "torch", "reference"] = Field(
+    runner: Literal["auto", "native", "cuda", "torch", "reference"] = Field(
         "auto", description="what runs the model; auto: the fastest that applies"
+    )
+    numerics: Literal["exact", "fast"] = Field(
+        "exact",
+        description="on a GPU: exact answers whoever shares a pass, or the vendor's products",
     )
     threads: Count | None = Field(
         None, description="most compute threads; default: one per core that it may keep busy"
@@ -276,6 +280,7 @@ class Settings(BaseModel):
             runner=self.runner,
             weights=self.weights,
             activations=self.activations,
+            numerics=self.numerics,
         )
         return EngineConfig(
             model=model,

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from engine.errors import InvalidRequest
 from server.text.decode import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from server.text.grammar import GrammarCompiler
 from server.text.guard import Guard, GuardedText
 from server.text.lanes import Lanes
 from server.text.least import text_bound
@@ -39,11 +40,15 @@ class TextCodec:
     Args:
         tokenizer: a transformers tokenizer.
         control: whether control tokens that are spelled out in messages act as such.
+
+    Attributes:
+        grammars: compiles what answers must match.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, control: bool = False) -> None:
         self._tokenizer = tokenizer
         self._control = control
+        self.grammars = GrammarCompiler(tokenizer)
         added = tokenizer.added_tokens_decoder
         self._special = frozenset(token for token, entry in added.items() if entry.special)
         self._known = len(tokenizer)

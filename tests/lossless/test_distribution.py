@@ -83,28 +83,29 @@ def neighbours() -> list[Request]:
 # -- what is right passes --------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("rule", RULES)
-@pytest.mark.parametrize("drafter", ["table", "model"])
-def test_texts_are_distributed_as_the_models(rule: str, drafter: str) -> None:
-    """Plain and shaped sampling at once, with a table's drafts and with a draft model's."""
+@pytest.mark.parametrize(
+    ("rule", "drafter", "kind"),
+    [
+        ("match", "table", "plain"),
+        ("match", "model", "shaped"),
+        ("rejection", "table", "shaped"),
+        ("rejection", "model", "plain"),
+        ("block", "table", "plain"),
+        ("block", "model", "shaped"),
+    ],
+)
+def test_texts_are_distributed_as_the_models(rule: str, drafter: str, kind: str) -> None:
+    """Every two of a rule, a table's drafts or a draft model's, and plain or shaped sampling."""
     setup = dataclasses.replace(TIGHT, draft=loaded("qwen3") if drafter == "model" else None)
     who = TableDrafter() if drafter == "table" else "model"
     built = engine_of(setup, rule, drafter=who, max_draft=3)
-    mixed = [
-        r
-        for three in zip(
-            many("plain", PROMPT, 3008),
-            many("shaped", PROMPT[1:], 3008, **SHAPED),
-            neighbours() * 4,
-            strict=False,
-        )
-        for r in three
-    ]
+    prompt, params = (PROMPT, {}) if kind == "plain" else (PROMPT[1:], SHAPED)
+    counted = many(kind, prompt, 3008, **params)
+    mixed = [r for two in zip(counted, neighbours() * 4, strict=False) for r in two]
     asked = [dataclasses.replace(r, request_id=f"{r.request_id}.{i}") for i, r in enumerate(mixed)]
     done, counts = sample(built, asked)
-    assert is_lossless(counts["plain"], exact_texts(PROMPT))
-    assert is_lossless(counts["shaped"], exact_texts(PROMPT[1:], **SHAPED))
-    assert counts["plain"].total() == counts["shaped"].total() == 3008
+    assert counts[kind].total() == 3008
+    assert is_lossless(counts[kind], exact_texts(prompt, **params))
     assert done.preemptions > 100
     assert sum(s.prefix_hit_tokens for s in done.stats) > 10_000
     assert done.accepted > 1000

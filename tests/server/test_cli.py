@@ -116,8 +116,9 @@ def test_pull_prints_the_directory(model: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_doctor_says_what_fits(
-    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("SPECSERVE_HOME", str(tmp_path))  # without kernels
     monkeypatch.setenv("CXX", "/no/such")
     monkeypatch.setenv("PATH", "/nowhere")
     assert main(["doctor", *small(model)]) == 0
@@ -164,7 +165,7 @@ def test_generate_refuses_what_does_not_fit(
 
 
 def test_a_signal_lets_running_requests_finish(model: Path, tmp_path: Path) -> None:
-    with serving(tmp_path / "log", small(model)) as served:
+    with serving(tmp_path / "log", small(model), cwd=tmp_path) as served:  # started from nothing
         served.wait_until_ready()
         assert "Tiny (float32 on cpu, reference runner, 4096 tokens of context)" in served.said()
         with streaming(served, 400) as chunks:
@@ -176,8 +177,22 @@ def test_a_signal_lets_running_requests_finish(model: Path, tmp_path: Path) -> N
     assert "Traceback" not in served.said()
 
 
+#: Its steps are so slow that no long answer ends before the test is through with it.
+SLOW_ENGINE = """
+from engine.core import Engine
+import time
+step = Engine.step
+def slow(self):
+    if self.parts.scheduler.running:
+        time.sleep(0.05)
+    return step(self)
+Engine.step = slow
+"""
+
+
 def test_a_drain_ends_in_time_and_says_so_in_the_stream(model: Path, tmp_path: Path) -> None:
-    with serving(tmp_path / "log", [*small(model), "--drain-seconds", "0.3"]) as served:
+    flags = [*small(model), "--drain-seconds", "0.3"]
+    with serving(tmp_path / "log", flags, SLOW_ENGINE) as served:
         served.wait_until_ready()
         with streaming(served, CONTEXT - 16) as chunks:
             served.process.send_signal(signal.SIGINT)
@@ -190,7 +205,7 @@ def test_a_drain_ends_in_time_and_says_so_in_the_stream(model: Path, tmp_path: P
 
 @pytest.mark.bad_input(56)
 def test_a_second_signal_ends_at_once(model: Path, tmp_path: Path) -> None:
-    with serving(tmp_path / "log", small(model)) as served:
+    with serving(tmp_path / "log", small(model), SLOW_ENGINE) as served:
         served.wait_until_ready()
         with streaming(served, CONTEXT - 16) as chunks:
             served.process.send_signal(signal.SIGTERM)

@@ -286,13 +286,12 @@ def in_turn(*characters: int) -> list[int]:
     gate = threading.Event()
 
     async def run() -> None:
-        mine = lanes.Lanes()
-        first = asyncio.create_task(mine.run(10**6, lambda: gate.wait(30)))
-        await asyncio.sleep(0.05)
+        lane = lanes._Lane("test", lambda: 0.0)  # all of them come at the same time
+        first = asyncio.create_task(lane.run(1, lambda: gate.wait(30)))
         jobs = [
-            asyncio.create_task(mine.run(n, functools.partial(order.append, n))) for n in characters
+            asyncio.create_task(lane.run(n, functools.partial(order.append, n))) for n in characters
         ]
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0)
         gate.set()
         await asyncio.gather(first, *jobs)
 

@@ -115,8 +115,9 @@ class CudaRunner:
         if self._decoder.device.type != "cuda":
             return 1
         found = torch.cuda.get_device_properties(self._decoder.device)
-        wanted = _PROGRAMS * found.multi_processor_count
-        return max(1, min(self._workspace.peaks.shape[1], wanted // (rows * self._decoder.groups)))
+        wanted = _PROGRAMS * int(found.multi_processor_count)
+        splits = int(self._workspace.peaks.shape[1])
+        return max(1, min(splits, wanted // (rows * self._decoder.groups)))
 
     def _make_inputs(self, rows: int, pages: int, tile: int = TILE) -> Inputs:
         decoder, store = self._decoder, self.store

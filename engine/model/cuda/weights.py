@@ -92,7 +92,7 @@ class CudaDecoder:
         self.dtype, self.device = model.dtype, model.device
         self.max_model_len = max_model_len
         self.heads = config.num_attention_heads
-        self.groups = attention.k_proj.out_features // attention.head_dim
+        self.groups: int = attention.k_proj.out_features // attention.head_dim
         self.head_size = attention.head_dim
         self.hidden, self.intermediate = config.hidden_size, config.intermediate_size
         self.vocab = model.lm_head.out_features

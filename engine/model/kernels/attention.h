@@ -164,9 +164,9 @@ inline void write_output(const Attention& a, int row, int begin, int size, const
   }
 }
 
-// T is the type of cache and output, Q that of the queries; kSize is the head size, or 0 if it is
-// known at run time only.
-template <class T, class Q, int kSize>
+// T is the type of the cache, Q that of the queries, O that of the output; kSize is the head size, or
+// 0 if it is known at run time only.
+template <class T, class Q, class O, int kSize>
 void attend_tile(const Attention& a, Scratch<T>& scratch, const Task& task, const Task* next) {
   typedef typename T::Element Element;
   const int per_group = a.heads / a.groups, size = kSize ? kSize : a.head_size, padded = padded_size(size);
@@ -225,22 +225,22 @@ void attend_tile(const Attention& a, Scratch<T>& scratch, const Task& task, cons
     const float inverse = 1.0f / sum(state.sum[r]);
     const float* from = output + r * padded;
     const int head = task.group * per_group + r % per_group;
-    write_output<T>(a, row_of(r), head * size, size, from, inverse);
+    write_output<O>(a, row_of(r), head * size, size, from, inverse);
   }
 }
 
-template <class T, class Q>
+template <class T, class Q, class O>
 void attend(const Attention& a, Scratch<T>& scratch, const Task& task, const Task* next) {
   switch (a.head_size) {
-    case 64: return attend_tile<T, Q, 64>(a, scratch, task, next);
-    case 128: return attend_tile<T, Q, 128>(a, scratch, task, next);
-    default: return attend_tile<T, Q, 0>(a, scratch, task, next);
+    case 64: return attend_tile<T, Q, O, 64>(a, scratch, task, next);
+    case 128: return attend_tile<T, Q, O, 128>(a, scratch, task, next);
+    default: return attend_tile<T, Q, O, 0>(a, scratch, task, next);
   }
 }
 
 // Attends to tasks in the order in which `take` hands them out, until it has no more: while one is
 // worked on, the first keys and values of the next are fetched.
-template <class T, class Q, class Take>
+template <class T, class Q, class O = T, class Take>
 void attend_in_turn(const Attention& a, Scratch<T>& scratch, const std::vector<Tile>& tiles, const Take& take) {
   const int tasks = int(tiles.size()) * a.groups;
   const auto task = [&](int i) { return Task(a, tiles[i / a.groups], i % a.groups); };
@@ -248,9 +248,9 @@ void attend_in_turn(const Attention& a, Scratch<T>& scratch, const std::vector<T
     next = take();
     if (next < tasks) {
       const Task following = task(next);
-      attend<T, Q>(a, scratch, task(i), &following);
+      attend<T, Q, O>(a, scratch, task(i), &following);
     } else {
-      attend<T, Q>(a, scratch, task(i), nullptr);
+      attend<T, Q, O>(a, scratch, task(i), nullptr);
     }
   }
 }

@@ -239,6 +239,13 @@ inline const Kernels& kernels_for(int form) {
   return Forms<Nibbles, NibblesFrom, NibblesFromFine, Bytes, BytesFrom, BytesOfSixteen, BytesFromOfSixteen>::all[form - 1];
 }
 
+// 32 weights of an output, the block-th of its inputs.
+inline void widen_fewbit(int form, const void* packed, int inputs, int64_t output, int block, float* to) {
+  const Kernels& kernels = kernels_for(form);
+  const int64_t place = output / kBlockOutputs * (inputs / kBlockInputs) + block;
+  kernels.widen(to, static_cast<const uint8_t*>(packed) + place * kernels.bytes, int(output % kBlockOutputs));
+}
+
 // One thread's share [begin, end) of the blocks, for all rows: calls finish(row, block, sums[2]).
 template <class Finish>
 void multiply_fewbit(int form, int planes, const void* groups, int rows, int inputs, const void* packed, int begin,

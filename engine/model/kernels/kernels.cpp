@@ -111,7 +111,7 @@ extern "C" int64_t specserve_size_of(const char* name) {
   const struct { const char* name; int64_t size; } known[] = {
       {"Arguments", sizeof(Arguments)}, {"Attention", sizeof(Attention)}, {"Decoder", sizeof(Decoder)},
       {"Layer", sizeof(Layer)},         {"Linear", sizeof(Linear)},       {"Move", sizeof(Move)},
-      {"Step", sizeof(Step)},           {"FewbitLinear", sizeof(FewbitLinear)},
+      {"Step", sizeof(Step)},           {"Matrix", sizeof(Matrix)},       {"FewbitLinear", sizeof(FewbitLinear)},
   };
   for (const auto& entry : known)
     if (std::strcmp(name, entry.name) == 0) return entry.size;

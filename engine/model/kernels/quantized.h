@@ -30,6 +30,8 @@ struct Group {
   int32_t halves[2];  // the sums of the first and the last sixteen values
 };
 
+static_assert(sizeof(Group<Wide>) == 80 && sizeof(Group<Narrow>) == 48, "mirrored by group_bytes in fewbit_linear.py");
+
 inline int64_t group_bytes(int planes) { return planes == 1 ? sizeof(Group<Narrow>) : sizeof(Group<Wide>); }
 
 inline void keep_values(Group<Wide>& group, int half, IVec values) {

@@ -51,8 +51,8 @@ def tensors(shape: Shape, part: Part) -> tuple[torch.Tensor, torch.Tensor, torch
         # By position, so that a longer text of the same seed begins with the shorter one.
         return torch.randn(part.length, heads * shape.size, generator=dice)
 
-    every = [torch.cat(several, -1) for several in [[some(shape.heads + 2 * shape.groups)]]][0]
-    every = every.view(part.length, -1, shape.size).to(shape.dtype)
+    every = some(shape.heads + 2 * shape.groups).view(part.length, -1, shape.size)
+    every = every.to(shape.dtype)
     return every.split([shape.heads, shape.groups, shape.groups], dim=1)  # type: ignore[return-value]
 
 

@@ -27,7 +27,7 @@ def text(length: int, seed: int = 0) -> list[int]:
     return torch.randint(VOCAB, (length,), generator=dice).tolist()
 
 
-TEXTS = [text(21), text(1, 1), text(6, 2)]
+TEXTS = [text(13), text(1, 1), text(6, 2)]
 
 
 @functools.cache
@@ -55,7 +55,7 @@ def logits(
         alive = [i for i, t in enumerate(texts) if start < len(t)]
         fed = [texts[i][start:end] for i in alive]
         parts = [(tables[i], start, f) for i, f in zip(alive, fed, strict=True)]
-        passed = runner.forward(pages.batch(parts), layers)
+        passed = runner.forward(pages.batch(parts, runner.min_rows), layers)
         assert passed.seconds() > 0
         counts = [len(f) for f in fed]
         cut = {i: s.float().cpu().clone().split(counts) for i, s in passed.features.items()}
@@ -102,25 +102,41 @@ def test_narrow_types_are_as_near_as_transformers(family: str, dtype: torch.dtyp
         assert error < 1.3 * usual + 2**-9 * true.abs().max()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", ["llama-biased", "mistral"])
+@pytest.mark.parametrize(
+    ("family", "dtype"), [("llama-biased", torch.float32), ("mistral", torch.bfloat16)]
+)
 def test_rows_are_bit_equal(family: str, dtype: torch.dtype) -> None:
     """Read as a prompt or run as a graph, in one piece or in several, alone or in company,
     whatever the page size."""
     model = loaded(family, dtype)
     (truth,), _ = logits(model, TEXTS[:1], 7)
-    for size, page_size in ((1, 3), (4, 16), (21, 1)):
+    for size, page_size in ((1, 3), (4, 16), (13, 1)):
         together, _ = logits(model, [*TEXTS[1:], TEXTS[0]], size, page_size)
         assert torch.equal(together[-1], truth), (size, page_size)
     pages = Pages(8, 16)
-    runner, table = model.make_runner(8, 16), pages.table(21)
+    runner, table = model.make_runner(8, 16), pages.table(13)
     batch = pages.batch([(table, 0, TEXTS[0])])
-    few = dataclasses.replace(batch, logit_rows=torch.tensor([3, 20]), num_logits=2)
+    few = dataclasses.replace(batch, logit_rows=torch.tensor([3, 12]), num_logits=2)
     passed = runner.forward(few, (LAYERS,))  # most rows need no logits: read as a prompt
-    assert torch.equal(passed.logits.float().cpu(), truth[[3, 20]])
-    assert passed.features[LAYERS].shape[0] == 21
+    assert torch.equal(passed.logits.float().cpu(), truth[[3, 12]])
+    assert passed.features[LAYERS].shape[0] == 13
     none = dataclasses.replace(batch, logit_rows=batch.logit_rows[:0], num_logits=0)
     assert runner.forward(none).logits.shape == (0, VOCAB)
+
+
+def test_other_families_attend_with_the_same_kernel() -> None:
+    """transformers' own layers, our attention: what no decoder of ours runs."""
+    from engine.cache.store import CacheShape
+    from engine.model.attention.cuda import CudaAttention
+    from engine.model.runner import ModelRunner
+
+    model = make_model("mistral").to(DEVICE)
+    shape = CacheShape(LAYERS, 2, 64, torch.float32)
+    backend = CudaAttention(4, 256)
+    made = functools.partial(ModelRunner, model, backend, shape)
+    found, _ = logits(dataclasses.replace(loaded(), make_runner=made), TEXTS, 8)
+    for own, (true, _) in zip(found, theirs("mistral", torch.float32), strict=True):
+        assert (own - true).abs().max() < 3e-5 * true.abs().max()
 
 
 def test_one_model_may_serve_several_stores() -> None:

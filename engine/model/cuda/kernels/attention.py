@@ -21,6 +21,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton import knobs
 
 #: Query vectors (rows x heads of a group) of a tile. Tensor cores want 16 at least.
 TILE = 16
@@ -28,6 +29,8 @@ TILE = 16
 BLOCK = 64
 #: A row has at most so many splits, each of `MIN_SPLIT` positions at least.
 MOST_SPLITS, MIN_SPLIT = 128, 256
+#: Pairs of a row and a head whose splits a program merges; many where programs are interpreted.
+_PAIRS = 128 if knobs.runtime.interpret else 4
 
 
 @triton.jit
@@ -41,6 +44,41 @@ def _merge(peak, total, sums, other_peak, other_total, other_sums):
     return best, total, sums
 
 
+@triton.jit
+def _attend_split(
+    q, table, keys, values, start, end, last, seen, tree_start, tree_mask, scale, stride_slot,
+    SIZE: tl.constexpr, SIZE_PAD: tl.constexpr, PAGE: tl.constexpr,
+    TILE_M: tl.constexpr, BLOCK_N: tl.constexpr, TREE: tl.constexpr,
+):  # fmt: skip
+    """What a tile's vectors see of the positions from `start` to `end`."""
+    d = tl.arange(0, SIZE_PAD)
+    peak = tl.full((TILE_M,), float("-inf"), tl.float32)
+    total = tl.zeros((TILE_M,), tl.float32)
+    sums = tl.zeros((TILE_M, SIZE_PAD), tl.float32)
+    for place in range(start, end, BLOCK_N):
+        n = place + tl.arange(0, BLOCK_N)
+        page = tl.load(table + n // PAGE, mask=n < end, other=0).to(tl.int64)
+        at = ((page * PAGE + n % PAGE) * stride_slot)[:, None] + d[None, :]
+        held = (n[:, None] < end) & (d[None, :] < SIZE)
+        k = tl.load(keys + at, mask=held, other=0.0)
+        score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        visible = (n[None, :] <= last[:, None]) & (n[None, :] >= seen[:, None])
+        if TREE:
+            behind = n[None, :] - tree_start[:, None]
+            bit = tree_mask[:, None] >> tl.minimum(tl.maximum(behind, 0), 63).to(tl.int64)
+            visible = visible & ((behind < 0) | ((bit & 1) == 1))
+        score = tl.where(visible, score, float("-inf"))
+        best = tl.maximum(peak, tl.max(score, axis=1))
+        base = tl.where(best == float("-inf"), 0.0, best)
+        weight = tl.exp2(score - base[:, None])
+        shrink = tl.exp2(peak - base)
+        v = tl.load(values + at, mask=held, other=0.0)
+        total = total * shrink + tl.sum(weight, axis=1)
+        sums = tl.dot(weight.to(v.dtype), v, sums * shrink[:, None], input_precision="ieee")
+        peak = best
+    return peak, total, sums
+
+
 @triton.jit(do_not_specialize=["window", "num_splits", "split_step"])
 def _attend_kernel(
     queries, key_cache, value_cache, pages, tile_rows, tile_counts, tile_pages, lasts, positions,
@@ -51,110 +89,79 @@ def _attend_kernel(
     TILE_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT: tl.constexpr,
     PARTIAL: tl.constexpr, TREE: tl.constexpr,
 ):  # fmt: skip
-    tile, group, first = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    tile, group = tl.program_id(0), tl.program_id(1)
     count = tl.load(tile_counts + tile)
     if count > 0:
-        vector = tl.arange(0, TILE_M)
+        vector, d = tl.arange(0, TILE_M), tl.arange(0, SIZE_PAD)
         offset, member = vector // GROUP_PAD, vector % GROUP_PAD
-        row = tl.load(tile_rows + tile) + offset
+        row, head = tl.load(tile_rows + tile) + offset, group * GROUP + member
         inside = (offset < count) & (member < GROUP)
+        held = inside[:, None] & (d[None, :] < SIZE)
         last = tl.load(lasts + row, mask=inside, other=-1)
-        head = group * GROUP + member
-        d = tl.arange(0, SIZE_PAD)
-        where = (row.to(tl.int64) * HEADS + head) * SIZE
-        q = tl.load(
-            queries + where[:, None] + d[None, :],
-            mask=inside[:, None] & (d[None, :] < SIZE), other=0.0,
-        )  # fmt: skip
+        at = ((row.to(tl.int64) * HEADS + head) * SIZE)[:, None] + d[None, :]
+        q = tl.load(queries + at, mask=held, other=0.0)
         table = pages + tl.load(tile_pages + tile)
-        tree_start = last + 1
-        tree_mask = tl.zeros((TILE_M,), tl.int64)
+        tree_start, tree_mask = last + 1, tl.zeros((TILE_M,), tl.int64)
         if TREE:
             tree_start = tl.load(tree_starts + row, mask=inside, other=0)
             tree_mask = tl.load(tree_masks + row, mask=inside, other=0)
         end = tl.max(last, axis=0) + 1
         seen = tl.zeros((TILE_M,), tl.int32)  # first position that a row sees
         if window > 0:
-            seen = tl.load(positions + row, mask=inside, other=0) + 1 - window
-            seen = tl.maximum(seen, 0)
+            seen = tl.maximum(tl.load(positions + row, mask=inside, other=0) + 1 - window, 0)
         begin = tl.min(tl.where(inside, seen, end), axis=0)
-        peak = tl.full((TILE_M,), float("-inf"), tl.float32)
-        total = tl.zeros((TILE_M,), tl.float32)
+        peak, total = tl.full((TILE_M,), float("-inf"), tl.float32), tl.zeros((TILE_M,), tl.float32)
         sums = tl.zeros((TILE_M, SIZE_PAD), tl.float32)
-        for split in range(begin // SPLIT + first, (end + SPLIT - 1) // SPLIT, split_step):
-            p = tl.full((TILE_M,), float("-inf"), tl.float32)
-            t = tl.zeros((TILE_M,), tl.float32)
-            s = tl.zeros((TILE_M, SIZE_PAD), tl.float32)
-            start = tl.maximum(split * SPLIT, begin // BLOCK_N * BLOCK_N)
-            for place in range(start, tl.minimum(end, split * SPLIT + SPLIT), BLOCK_N):
-                n = place + tl.arange(0, BLOCK_N)
-                page = tl.load(table + n // PAGE, mask=n < end, other=0).to(tl.int64)
-                slot = (page * PAGE + n % PAGE) * stride_slot + group * SIZE
-                held = (n[:, None] < end) & (d[None, :] < SIZE)
-                k = tl.load(key_cache + slot[:, None] + d[None, :], mask=held, other=0.0)
-                score = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-                visible = (n[None, :] <= last[:, None]) & (n[None, :] >= seen[:, None])
-                if TREE:
-                    behind = n[None, :] - tree_start[:, None]
-                    bit = tree_mask[:, None] >> tl.minimum(tl.maximum(behind, 0), 63).to(tl.int64)
-                    visible = visible & ((behind < 0) | ((bit & 1) == 1))
-                score = tl.where(visible, score, float("-inf"))
-                best = tl.maximum(p, tl.max(score, axis=1))
-                base = tl.where(best == float("-inf"), 0.0, best)
-                weight = tl.exp2(score - base[:, None])
-                shrink = tl.exp2(p - base)
-                v = tl.load(value_cache + slot[:, None] + d[None, :], mask=held, other=0.0)
-                t = t * shrink + tl.sum(weight, axis=1)
-                s = tl.dot(weight.to(v.dtype), v, s * shrink[:, None], input_precision="ieee")
-                p = best
+        first = begin // SPLIT + tl.program_id(2)
+        for split in range(first, (end + SPLIT - 1) // SPLIT, split_step):
+            p, t, s = _attend_split(
+                q, table, key_cache + group * SIZE, value_cache + group * SIZE,
+                tl.maximum(split * SPLIT, begin // BLOCK_N * BLOCK_N),
+                tl.minimum(end, split * SPLIT + SPLIT), last, seen, tree_start, tree_mask, scale,
+                stride_slot, SIZE, SIZE_PAD, PAGE, TILE_M, BLOCK_N, TREE,
+            )  # fmt: skip
             if PARTIAL:
-                at = (row.to(tl.int64) * num_splits + split) * HEADS + head
-                tl.store(peaks + at, p, mask=inside)
-                tl.store(totals + at, t, mask=inside)
-                tl.store(
-                    sums_out + at[:, None] * SIZE + d[None, :], s,
-                    mask=inside[:, None] & (d[None, :] < SIZE),
-                )  # fmt: skip
+                place = (row.to(tl.int64) * num_splits + split) * HEADS + head
+                tl.store(peaks + place, p, mask=inside)
+                tl.store(totals + place, t, mask=inside)
+                tl.store(sums_out + place[:, None] * SIZE + d[None, :], s, mask=held)
             else:
                 peak, total, sums = _merge(peak, total, sums, p, t, s)
         if not PARTIAL:
             mean = sums / tl.where(total == 0.0, 1.0, total)[:, None]  # 0 where no row is
-            tl.store(
-                output + where[:, None] + d[None, :], mean.to(output.dtype.element_ty),
-                mask=inside[:, None] & (d[None, :] < SIZE),
-            )  # fmt: skip
+            tl.store(output + at, mean.to(output.dtype.element_ty), mask=held)
 
 
-@triton.jit(do_not_specialize=["window", "num_splits"])
+@triton.jit(do_not_specialize=["window", "num_splits", "num_rows"])
 def _merge_kernel(
-    peaks, totals, sums_in, lasts, positions, output, window, num_splits,
-    HEADS: tl.constexpr, HEADS_BLOCK: tl.constexpr, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr,
+    peaks, totals, sums_in, lasts, positions, output, window, num_splits, num_rows,
+    HEADS: tl.constexpr, PAIRS: tl.constexpr, SIZE: tl.constexpr, SIZE_PAD: tl.constexpr,
     SPLIT: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    last = tl.load(lasts + row)
-    if last >= 0:
-        head = tl.program_id(1) * HEADS_BLOCK + tl.arange(0, HEADS_BLOCK)
-        d = tl.arange(0, SIZE_PAD)
-        inside = head < HEADS
-        held = inside[:, None] & (d[None, :] < SIZE)
-        begin = 0
-        if window > 0:
-            begin = tl.maximum(tl.load(positions + row) + 1 - window, 0)
-        peak = tl.full((HEADS_BLOCK,), float("-inf"), tl.float32)
-        total = tl.zeros((HEADS_BLOCK,), tl.float32)
-        sums = tl.zeros((HEADS_BLOCK, SIZE_PAD), tl.float32)
-        for split in range(begin // SPLIT, last // SPLIT + 1):
-            at = (row * num_splits + split) * HEADS + head
-            p = tl.load(peaks + at, mask=inside, other=float("-inf"))
-            t = tl.load(totals + at, mask=inside, other=0.0)
-            s = tl.load(sums_in + at[:, None] * SIZE + d[None, :], mask=held, other=0.0)
-            peak, total, sums = _merge(peak, total, sums, p, t, s)
-        mean = sums / tl.where(total == 0.0, 1.0, total)[:, None]
-        tl.store(
-            output + (row * HEADS + head)[:, None] * SIZE + d[None, :],
-            mean.to(output.dtype.element_ty), mask=held,
-        )  # fmt: skip
+    pair = tl.program_id(0).to(tl.int64) * PAIRS + tl.arange(0, PAIRS)
+    row, head = pair // HEADS, pair % HEADS
+    last = tl.load(lasts + row, mask=row < num_rows, other=-1)
+    inside = last >= 0
+    begin = tl.zeros((PAIRS,), tl.int32)
+    if window > 0:
+        begin = tl.maximum(tl.load(positions + row, mask=inside, other=0) + 1 - window, 0)
+    d = tl.arange(0, SIZE_PAD)
+    held = inside[:, None] & (d[None, :] < SIZE)
+    peak = tl.full((PAIRS,), float("-inf"), tl.float32)
+    total = tl.zeros((PAIRS,), tl.float32)
+    sums = tl.zeros((PAIRS, SIZE_PAD), tl.float32)
+    first = tl.min(tl.where(inside, begin, 2147483647), axis=0)
+    for split in range(first // SPLIT, tl.max(last, axis=0) // SPLIT + 1):
+        found = inside & (begin // SPLIT <= split) & (split <= last // SPLIT)
+        at = (row * num_splits + split) * HEADS + head
+        p = tl.load(peaks + at, mask=found, other=float("-inf"))
+        t = tl.load(totals + at, mask=found, other=0.0)
+        there = found[:, None] & (d[None, :] < SIZE)
+        s = tl.load(sums_in + at[:, None] * SIZE + d[None, :], mask=there, other=0.0)
+        peak, total, sums = _merge(peak, total, sums, p, t, s)
+    mean = sums / tl.where(total == 0.0, 1.0, total)[:, None]
+    to = output + pair[:, None] * SIZE + d[None, :]
+    tl.store(to, mean.to(output.dtype.element_ty), mask=held)
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +230,7 @@ class Workspace:
 
 def rows_per_tile(heads: int, groups: int, tile: int = TILE) -> int:
     """How many query rows share a tile."""
-    return tile // triton.next_power_of_2(heads // groups)
+    return int(tile // triton.next_power_of_2(heads // groups))
 
 
 def attend(
@@ -267,13 +274,13 @@ def attend(
         num_warps=4, **no_fusion,
     )  # fmt: skip
     if workspace is not None:
-        block = min(8, triton.next_power_of_2(heads))
-        _merge_kernel[queries.shape[0], triton.cdiv(heads, block)](
-            *found, rows.lasts, rows.positions, output, masks.window, num_splits,
-            **shape, HEADS_BLOCK=block, SPLIT=masks.split, num_warps=4, **no_fusion,
+        count = queries.shape[0]
+        _merge_kernel[(triton.cdiv(count * heads, _PAIRS),)](
+            *found, rows.lasts, rows.positions, output, masks.window, num_splits, count,
+            **shape, PAIRS=_PAIRS, SPLIT=masks.split, num_warps=4, **no_fusion,
         )  # fmt: skip
 
 
 def split_size(max_model_len: int) -> int:
     """Positions of a split, for all rows of a model alike: a row's result depends on it."""
-    return max(MIN_SPLIT, triton.next_power_of_2(-(-max_model_len // MOST_SPLITS)))
+    return int(max(MIN_SPLIT, triton.next_power_of_2(-(-max_model_len // MOST_SPLITS))))

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton import knobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +29,8 @@ class Tiles:
     stages: int = 4
 
 
-TILES = Tiles()
+#: Wide where they are interpreted: there a program costs more than what it computes.
+TILES = Tiles(columns=256) if knobs.runtime.interpret else Tiles()
 
 
 @triton.jit(do_not_specialize=["num_rows"])

@@ -1,6 +1,7 @@
 """What is done with a row besides products and attention: norms, rotation, activation.
 
-All of it is computed in float32 and rounded once, when it is stored.
+All of it is computed in float32 and rounded once, when it is stored. A program takes one row, or
+a block of one; interpreted, where programs are slow and loops are not, it takes several.
 """
 
 from __future__ import annotations
@@ -8,15 +9,23 @@ from __future__ import annotations
 import torch
 import triton
 import triton.language as tl
+from triton import knobs
+
+#: Rows of a program.
+_ROWS = 16 if knobs.runtime.interpret else 1
 
 
-@triton.jit
-def _embed_kernel(ids, table, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
+@triton.jit(do_not_specialize=["num_rows"])
+def _embed_kernel(
+    ids, table, out, num_rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
+):
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    token = tl.load(ids + row).to(tl.int64)
-    found = tl.load(table + token * WIDTH + i, mask=i < WIDTH, other=0.0)
-    tl.store(out + row * WIDTH + i, found.to(tl.float32), mask=i < WIDTH)
+    token = tl.load(ids + row, mask=row < num_rows, other=0).to(tl.int64)
+    held = (row[:, None] < num_rows) & (i[None, :] < WIDTH)
+    found = tl.load(table + token[:, None] * WIDTH + i[None, :], mask=held, other=0.0)
+    to = out + row.to(tl.int64)[:, None] * WIDTH + i[None, :]
+    tl.store(to, found.to(tl.float32), mask=held)
 
 
 def embed(ids: torch.Tensor, table: torch.Tensor, out: torch.Tensor) -> None:
@@ -29,30 +38,33 @@ def embed(ids: torch.Tensor, table: torch.Tensor, out: torch.Tensor) -> None:
     """
     width = table.shape[1]
     block = min(1024, triton.next_power_of_2(width))
-    grid = ids.numel(), triton.cdiv(width, block)
-    _embed_kernel[grid](ids, table, out, WIDTH=width, BLOCK=block)
+    grid = triton.cdiv(ids.numel(), _ROWS), triton.cdiv(width, block)
+    _embed_kernel[grid](ids, table, out, ids.numel(), WIDTH=width, BLOCK=block, ROWS=_ROWS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _norm_kernel(
-    residual, delta, weight, out, picks, epsilon,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    residual, delta, weight, out, picks, num_rows, epsilon,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
     ADD: tl.constexpr, KEEP: tl.constexpr, PICK: tl.constexpr,
 ):  # fmt: skip
-    to = tl.program_id(0).to(tl.int64)
+    to = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     row = to
     if PICK:
-        row = tl.load(picks + to).to(tl.int64)
+        row = tl.load(picks + to, mask=to < num_rows, other=0)
     i = tl.arange(0, BLOCK)
-    inside = i < WIDTH
-    x = tl.load(residual + row * WIDTH + i, mask=inside, other=0.0)
+    inside = (to[:, None] < num_rows) & (i[None, :] < WIDTH)
+    at = row.to(tl.int64)[:, None] * WIDTH + i[None, :]
+    x = tl.load(residual + at, mask=inside, other=0.0)
     if ADD:
-        x += tl.load(delta + row * WIDTH + i, mask=inside, other=0.0).to(tl.float32)
+        x += tl.load(delta + at, mask=inside, other=0.0).to(tl.float32)
         if KEEP:
-            tl.store(residual + row * WIDTH + i, x, mask=inside)
-    factor = tl.rsqrt(tl.sum(x * x, axis=0) / WIDTH + epsilon)
-    scaled = x * factor * tl.load(weight + i, mask=inside, other=0.0)
-    tl.store(out + to * WIDTH + i, scaled.to(out.dtype.element_ty), mask=inside)
+            tl.store(residual + at, x, mask=inside)
+    factor = tl.rsqrt(tl.sum(x * x, axis=1) / WIDTH + epsilon)
+    scale = tl.load(weight + i, mask=i < WIDTH, other=0.0)
+    scaled = x * factor[:, None] * scale[None, :]
+    at = to.to(tl.int64)[:, None] * WIDTH + i[None, :]
+    tl.store(out + at, scaled.to(out.dtype.element_ty), mask=inside)
 
 
 def add_norm(
@@ -72,27 +84,26 @@ def add_norm(
         picks: [R] int32 rows; None = all.
     """
     width = residual.shape[1]
-    _norm_kernel[(out.shape[0],)](
+    _norm_kernel[(triton.cdiv(out.shape[0], _ROWS),)](
         residual, residual if delta is None else delta, norm[0], out,
-        residual if picks is None else picks, norm[1],
-        WIDTH=width, BLOCK=triton.next_power_of_2(width),
+        residual if picks is None else picks, out.shape[0], norm[1],
+        WIDTH=width, BLOCK=triton.next_power_of_2(width), ROWS=_ROWS,
         ADD=delta is not None, KEEP=picks is None, PICK=picks is not None,
         num_warps=8 if width > 2048 else 4,
     )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _rotate_kernel(
     qkv, cosines, sines, positions, slots, query_norm, key_norm, queries, key_cache, value_cache,
-    epsilon, stride_slot,
+    num_rows, epsilon, stride_slot,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, HALF: tl.constexpr, HALF_PAD: tl.constexpr,
     BLOCK: tl.constexpr, NORM: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    row, head = place // (HEADS + 2 * GROUPS), place % (HEADS + 2 * GROUPS)
     i = tl.arange(0, HALF_PAD)
-    held = (head[:, None] < HEADS + 2 * GROUPS) & (i[None, :] < HALF)
-    place = row * (HEADS + 2 * GROUPS) + head
+    held = (row[:, None] < num_rows) & (i[None, :] < HALF)
     low = tl.load(qkv + place[:, None] * (2 * HALF) + i[None, :], mask=held, other=0.0)
     high = tl.load(qkv + place[:, None] * (2 * HALF) + HALF + i[None, :], mask=held, other=0.0)
     is_query, is_value = head < HEADS, head >= HEADS + GROUPS
@@ -110,15 +121,16 @@ def _rotate_kernel(
             own, tl.load(query_norm + HALF + weights, mask=i[None, :] < HALF, other=0.0),
             tl.load(key_norm + HALF + weights, mask=i[None, :] < HALF, other=0.0),
         )  # fmt: skip
-    position = tl.load(positions + row).to(tl.int64)
-    cosine = tl.load(cosines + position * HALF + i, mask=i < HALF, other=0.0)
-    sine = tl.load(sines + position * HALF + i, mask=i < HALF, other=0.0)
-    turned_low = (x * cosine[None, :] - y * sine[None, :]).to(queries.dtype.element_ty)
-    turned_high = (y * cosine[None, :] + x * sine[None, :]).to(queries.dtype.element_ty)
+    position = tl.load(positions + row, mask=row < num_rows, other=0).to(tl.int64)
+    angle = position[:, None] * HALF + i[None, :]
+    cosine = tl.load(cosines + angle, mask=held, other=0.0)
+    sine = tl.load(sines + angle, mask=held, other=0.0)
+    turned_low = (x * cosine - y * sine).to(queries.dtype.element_ty)
+    turned_high = (y * cosine + x * sine).to(queries.dtype.element_ty)
     to = queries + ((row * HEADS + head) * (2 * HALF))[:, None] + i[None, :]
     tl.store(to, turned_low, mask=held & is_query[:, None])
     tl.store(to + HALF, turned_high, mask=held & is_query[:, None])
-    slot = tl.load(slots + row).to(tl.int64) * stride_slot
+    slot = tl.load(slots + row, mask=row < num_rows, other=0).to(tl.int64) * stride_slot
     is_key = (head >= HEADS) & (head < HEADS + GROUPS)
     at = (slot + (head - HEADS) * (2 * HALF))[:, None] + i[None, :]
     tl.store(key_cache + at, turned_low, mask=held & is_key[:, None])
@@ -151,25 +163,28 @@ def rotate_and_store(
     heads, size = queries.shape[1:]
     groups, half = keys.shape[1], size // 2
     every = heads + 2 * groups
-    block = min(8 if qkv.is_cuda else 64, triton.next_power_of_2(every))
+    pairs, block = qkv.shape[0] * every, 8 * _ROWS
     weights = norms[:2] if norms is not None else (queries, queries)
-    _rotate_kernel[qkv.shape[0], triton.cdiv(every, block)](
+    _rotate_kernel[(triton.cdiv(pairs, block),)](
         qkv, *tables, *places, *weights, queries, keys, values,
-        norms[2] if norms is not None else 0.0, keys.stride(0),
+        qkv.shape[0], norms[2] if norms is not None else 0.0, keys.stride(0),
         HEADS=heads, GROUPS=groups, HALF=half, HALF_PAD=triton.next_power_of_2(half),
         BLOCK=block, NORM=norms is not None,
     )  # fmt: skip
 
 
-@triton.jit
-def _gate_kernel(gate_up, out, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = i < WIDTH
-    gate = tl.load(gate_up + row * (2 * WIDTH) + i, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(gate_up + row * (2 * WIDTH) + WIDTH + i, mask=inside, other=0.0).to(tl.float32)
+@triton.jit(do_not_specialize=["num_rows"])
+def _gate_kernel(
+    gate_up, out, num_rows, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
+):
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    i = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
+    held = (row < num_rows) & (i < WIDTH)
+    at = gate_up + row * (2 * WIDTH) + i
+    gate = tl.load(at, mask=held, other=0.0).to(tl.float32)
+    up = tl.load(at + WIDTH, mask=held, other=0.0).to(tl.float32)
     gated = gate / (1.0 + tl.exp(-gate)) * up
-    tl.store(out + row * WIDTH + i, gated.to(out.dtype.element_ty), mask=inside)
+    tl.store(out + row * WIDTH + i, gated.to(out.dtype.element_ty), mask=held)
 
 
 def silu_gate(gate_up: torch.Tensor, out: torch.Tensor) -> None:
@@ -181,4 +196,5 @@ def silu_gate(gate_up: torch.Tensor, out: torch.Tensor) -> None:
     """
     width = out.shape[1]
     block = min(1024, triton.next_power_of_2(width))
-    _gate_kernel[out.shape[0], triton.cdiv(width, block)](gate_up, out, WIDTH=width, BLOCK=block)
+    grid = triton.cdiv(out.shape[0], _ROWS), triton.cdiv(width, block)
+    _gate_kernel[grid](gate_up, out, out.shape[0], WIDTH=width, BLOCK=block, ROWS=_ROWS)
