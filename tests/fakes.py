@@ -184,10 +184,12 @@ def load_fake(max_model_len: int = CONTEXT) -> LoadedModel:
 @dataclass(frozen=True)
 class Setup:
     """How an engine is built; `loaded` is None for the fake model. `draft` is what the "model"
-    drafter runs. `drafters` are several built-in ones, or several that are injected."""
+    drafter runs, `head` what "eagle" does. `drafters` are several built-in ones, or several that
+    are injected."""
 
     loaded: LoadedModel | None = None
     draft: LoadedModel | None = None
+    head: LoadedModel | None = None
     drafter: str | Drafter = "none"
     drafters: tuple[str | Drafter, ...] = ()
     store: int = 0  # bytes of past answers for "lookup"
@@ -220,7 +222,8 @@ def make_engine(setup: Setup = Setup(), **changes: Any) -> BuiltEngine:
     wanted = setup.drafters or (setup.drafter,)
     built_in = tuple(d for d in wanted if isinstance(d, str)) or ("none",)
     names = tuple(d if isinstance(d, str) else d.name for d in wanted)
-    models = {} if setup.draft is None else {"model": setup.draft}
+    owned = {"model": setup.draft, "eagle": setup.head}
+    models = {name: model for name, model in owned.items() if model is not None}
     built = assemble(make_config(setup, *built_in), loaded, models)
     parts = built.engine.parts
     drafters = {d.name: d for d in wanted if not isinstance(d, str)}

@@ -154,13 +154,8 @@ class NativeDecoder:
         self._layers = (_Layer * len(body.layers))(*map(self._layer, body.layers, windows))
         positions = torch.arange(max_model_len).unsqueeze(0)
         cosines, sines = body.rotary_emb(torch.zeros(1, dtype=torch.float32), positions)
-        embedding = body.embed_tokens
-        table, head = self._tables(embedding, model.lm_head)
-        self._embed: Callable[[torch.Tensor], torch.Tensor] = partial(
-            nn.functional.embedding, weight=self._kept[-1]
-        )
-        if isinstance(embedding, QuantizedEmbedding):  # its own blocks, which may lie in a file
-            self._embed = QuantizedEmbedding(embedding.weight, self.dtype)
+        table, head = self._tables(body.embed_tokens, model.lm_head)
+        self._embed = self._rows_of(body.embed_tokens)
         self._decoder = _Decoder(
             layers=self._layers,
             embedding=table.pieces[0].packed,
@@ -238,6 +233,13 @@ class NativeDecoder:
         head = self._matrices.single(output)
         tied = is_fewbit(output) and output.weight is embedding.weight
         return head if tied else self._matrices.table(embedding), head
+
+    def _rows_of(self, embedding: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Ids -> embeddings; right after `_tables`. Blocks are read where they came from, which may
+        be a file."""
+        if isinstance(embedding, QuantizedEmbedding):
+            return QuantizedEmbedding(embedding.weight, self.dtype)
+        return partial(nn.functional.embedding, weight=self._kept[-1])
 
     def _orders(self) -> list[Order]:
         """How the kernel wants what belongs to queries, keys and values."""

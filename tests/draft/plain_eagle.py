@@ -8,13 +8,14 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from engine.config import ModelConfig
 from engine.draft.heads.checkpoint import shapes, vocabulary
 from engine.draft.heads.config import HeadConfig
 from engine.draft.heads.runner import adopt_head
 from engine.model.loader import LoadedModel
-from tests.tiny_models import CONTEXT, VOCAB, eager
+from tests.tiny_models import CONTEXT, eager
 
 
 @dataclass(frozen=True)
@@ -116,14 +117,20 @@ class PlainHead:
 
 
 def random_head(
-    target: str = "llama", *, family: str = "llama", draft_vocab: int = 50, **flags: Any
+    target: str | PreTrainedModel = "llama",
+    *,
+    family: str = "llama",
+    draft_vocab: int = 50,
+    **flags: Any,
 ) -> PlainHead:
-    """A head with random weights for a tiny target."""
-    embeddings = eager(target).get_input_embeddings().weight.detach()
-    hidden = embeddings.shape[1]
+    """A head with random weights for a tiny target, which reads its first layers."""
+    model = eager(target) if isinstance(target, str) else target
+    embeddings = model.get_input_embeddings().weight.detach()
+    vocab, hidden = embeddings.shape
+    taps = tuple(range(min(3, 1 + model.config.num_hidden_layers)))
     layer = {
         "model_type": family,
-        "vocab_size": VOCAB,
+        "vocab_size": vocab,
         "hidden_size": hidden,
         "intermediate_size": 40,
         "num_attention_heads": 4,
@@ -133,16 +140,16 @@ def random_head(
         "rms_norm_eps": 1e-5,
         "max_position_embeddings": CONTEXT,
     }
-    config = HeadConfig(layer, draft_vocab, (0, 1, 2), **flags)
+    config = HeadConfig(layer, draft_vocab, taps, **flags)
     dice = torch.Generator().manual_seed(3)
-    wanted = shapes(config, 3 * hidden)
+    wanted = shapes(config, len(taps) * hidden)
     if config.fc_norm:
-        wanted |= {f"fc_norm.{i}.weight": (hidden,) for i in range(3)}
+        wanted |= {f"fc_norm.{i}.weight": (hidden,) for i in taps}
     weights = {}
     for name, shape in wanted.items():
         noise = torch.randn(shape, generator=dice)
         weights[name] = 1 + 0.2 * noise if len(shape) == 1 else noise * shape[1] ** -0.5
-    if draft_vocab < VOCAB:
-        ids = torch.randperm(VOCAB, generator=dice)[:draft_vocab].sort().values
-        weights |= vocabulary(ids, VOCAB)
+    if draft_vocab < vocab:
+        ids = torch.randperm(vocab, generator=dice)[:draft_vocab].sort().values
+        weights |= vocabulary(ids, vocab)
     return PlainHead(config, weights, embeddings)

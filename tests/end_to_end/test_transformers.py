@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from engine.build import assemble
 from engine.config import (
@@ -63,6 +63,7 @@ def expected(directory: Path) -> dict[Ids, Ids]:
     with contextlib.redirect_stderr(io.StringIO()):  # the reader's progress bars
         model = AutoModelForCausalLM.from_pretrained(
             directory,
+            config=AutoConfig.from_pretrained(directory),
             gguf_file="model.gguf",
             dtype=torch.float32,
             quantization_config=GgufConfig(dequantize=True),

@@ -22,6 +22,7 @@ from engine.judge import Judge
 from engine.sampling import Chance, Outcome, Purpose, sampler
 from engine.sampling.verify import Rows
 from engine.types import Request, SamplingParams
+from tests.draft.plain_eagle import random_head
 from tests.fakes import Setup
 from tests.lossless.broken import Generous, Leaky
 from tests.lossless.worlds import (
@@ -37,15 +38,12 @@ from tests.lossless.worlds import (
     many,
     odds,
     sample,
+    small,
 )
 from tests.sampling.support import ODDS, Rule
 from tests.sampling.test_verify import (
+    BREAKS,
     bonus_from_last_row,
-    most_likely_correction,
-    residual_from_target,
-    sharper_proposal,
-    sharper_target,
-    uniform_proposal,
 )
 
 PROMPT = (1, 2, 3, 0, 1, 2)
@@ -92,12 +90,18 @@ def neighbours() -> list[Request]:
         ("rejection", "model", "plain"),
         ("block", "table", "plain"),
         ("block", "model", "shaped"),
+        ("block", "eagle", "plain"),
     ],
 )
 def test_texts_are_distributed_as_the_models(rule: str, drafter: str, kind: str) -> None:
-    """Every two of a rule, a table's drafts or a draft model's, and plain or shaped sampling."""
-    setup = dataclasses.replace(TIGHT, draft=loaded("qwen3") if drafter == "model" else None)
-    who = TableDrafter() if drafter == "table" else "model"
+    """Every two of a rule, a table's drafts or a draft model's, and plain or shaped sampling;
+    and a head's drafts."""
+    setup = dataclasses.replace(
+        TIGHT,
+        draft=loaded("qwen3") if drafter == "model" else None,
+        head=random_head(small("llama"), draft_vocab=3).loaded() if drafter == "eagle" else None,
+    )
+    who = TableDrafter() if drafter == "table" else drafter
     built = engine_of(setup, rule, drafter=who, max_draft=3)
     prompt, params = (PROMPT, {}) if kind == "plain" else (PROMPT[1:], SHAPED)
     counted = many(kind, prompt, 3008, **params)
@@ -181,17 +185,7 @@ def of_rows(broken: Rule) -> Callable[[Rows, Sequence[int], Tensor, Chance], Out
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
-@pytest.mark.parametrize(
-    "breaks",
-    [
-        uniform_proposal,
-        sharper_proposal,
-        sharper_target,
-        residual_from_target,
-        most_likely_correction,
-        bonus_from_last_row,
-    ],
-)
+@pytest.mark.parametrize("breaks", BREAKS)
 def test_a_broken_rule_is_noticed(
     rule: str, breaks: Callable[[Rule], Rule], monkeypatch: pytest.MonkeyPatch
 ) -> None:

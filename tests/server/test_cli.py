@@ -21,6 +21,7 @@ import pytest
 
 from server.cli import main
 from server.cli.settings import Settings
+from tests.caches import own_cache
 from tests.server.processes import PATIENCE, model, serving, small, streaming
 from tests.tiny import CONTEXT
 
@@ -135,7 +136,7 @@ def test_doctor_says_what_fits(
 def test_doctor_does_not_fetch(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SPECSERVE_HOME", str(tmp_path))
+    monkeypatch.setenv("SPECSERVE_HOME", str(own_cache(tmp_path)))
     main(["doctor", "--runner", "reference"])
     assert "not here yet; `specserve pull` fetches it" in capsys.readouterr().out
 
@@ -282,6 +283,7 @@ def test_a_hostile_model_is_refused_and_its_code_never_run(
     evil, marker = tmp_path / "evil", tmp_path / "it ran"
     shutil.copytree(model, evil)
     weights = evil / "model.safetensors"
+    (evil / "model.gguf").unlink()
     if how.startswith("code"):
         name = "tokenizer_config.json" if "tokenizer" in how else "config.json"
         config = json.loads((evil / name).read_text())
@@ -289,7 +291,6 @@ def test_a_hostile_model_is_refused_and_its_code_never_run(
         (evil / name).write_text(json.dumps({**config, "auto_map": maps}))
         (evil / "evil.py").write_text(f"open({str(marker)!r}, 'w')\nclass E: ...\n")
     elif how == "pickle":
-        weights.unlink()
         (evil / "pytorch_model.bin").write_bytes(pickle.dumps(Evil(marker)))
     else:
         weights.write_bytes((2**60).to_bytes(8, "little") + b"{}")
