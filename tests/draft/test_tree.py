@@ -122,7 +122,10 @@ def propose(
 ) -> DraftProposal:
     sequence = Sequence(Request("r", (1,)), 0, 0, 0, PageTable(""), "tree", 4, 1000)
     portfolio = DrafterPortfolio(
-        {"tree": TreeDrafter(lambda _s, _n: (tokens, parents), rows=True)}, VOCAB, trees=trees
+        {"tree": TreeDrafter(lambda _s, _n: (tokens, parents), rows=True)},
+        VOCAB,
+        branching=["tree"],
+        trees=trees,
     )
     made = portfolio.propose([sequence], [length], ["tree"])
     assert portfolio.names == ("tree",)
