@@ -117,6 +117,24 @@ class StepView:
     features: Mapping[int, torch.Tensor] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class DrafterTraits:
+    """What a drafter is shown, and what it is asked for.
+
+    Attributes:
+        features: layers of the target whose features it is shown.
+        reads_predictions: whether it drafts from a request's `prediction`.
+        reads_grammars: whether it drafts from a request's grammar.
+        branches: whether its drafts may branch, so that it is asked for so many nodes; all others
+            are not asked for more tokens than could be kept.
+    """
+
+    features: tuple[int, ...] = ()
+    reads_predictions: bool = False
+    reads_grammars: bool = False
+    branches: bool = False
+
+
 class Drafter(Protocol):
     """Guesses tokens; see the module's description for what implementations may need."""
 

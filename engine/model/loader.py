@@ -123,7 +123,7 @@ def adopt_model(model: PreTrainedModel, config: ModelConfig) -> LoadedModel:
     facts = (model.device, text.vocab_size, limit, _eos_token_ids(model))
     make_loaded = partial(LoadedModel, weights=describe_weights(model))
     if config.runner in ("auto", "native"):
-        decoder = _native_decoder(model, limit, needs, required=config.runner == "native")
+        decoder = _native_decoder(model, limit, needs, config)
         if decoder is not None:
             native = partial(NativeRunner, decoder)
             return make_loaded(native, "native", decoder.shape, *facts, embed=decoder.embed)
@@ -136,7 +136,7 @@ def adopt_model(model: PreTrainedModel, config: ModelConfig) -> LoadedModel:
                 make_runner, "cuda", on_gpu.shape, *facts, reserve=reserve, embed=embed
             )
     backend = _choose_attention(config.runner, model, needs[0], limit)
-    _make_invariant(model)
+    _make_invariant(model, config.activations)
     name = "reference" if isinstance(backend, ReferenceAttention) else "torch"
     shape = cache_shape(model, needs)
     make = partial(ModelRunner, model, backend, shape)
@@ -178,16 +178,17 @@ def choose_weights(name: str, device: torch.device) -> str:
 
 
 def _native_decoder(
-    model: PreTrainedModel, max_model_len: int, needs: Sequence[LayerNeeds], *, required: bool
+    model: PreTrainedModel, max_model_len: int, needs: Sequence[LayerNeeds], config: ModelConfig
 ) -> NativeDecoder | None:
     """The model's weights repacked for the native decoder, or None if it cannot run there."""
     reason = why_not_native(model)
     if reason is None:
         try:
-            return NativeDecoder(model, max_model_len, [layer.window for layer in needs])
+            windows = [layer.window for layer in needs]
+            return NativeDecoder(model, max_model_len, windows, config.activations)
         except NativeUnavailable as error:
             reason = str(error)
-    if required:
+    if config.runner == "native":
         raise ConfigurationError(f"runner is native, but {reason}; use auto.")
     logger.info("the native runner does not apply: %s", reason)
     return None
@@ -237,12 +238,12 @@ def _choose_attention(
     return ReferenceAttention()
 
 
-def _make_invariant(model: PreTrainedModel) -> None:
+def _make_invariant(model: PreTrainedModel, activations: str) -> None:
     """Our own matrix kernel for all layers, where there is one; elsewhere torch's products stay,
     and the self-test at start tells how far their rows depend on each other."""
     if can_pack(model.dtype, model.device):
         try:
-            make_invariant(model)
+            make_invariant(model, activations)
         except NativeUnavailable as error:
             logger.warning("linear layers stay torch's, rows may depend on the batch: %s", error)
 
