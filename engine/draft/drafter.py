@@ -44,6 +44,7 @@ class DraftProposal:
             that child was drawn from, given those before it.
         seconds: that each drafter took which was asked.
         forwards: passes of draft models.
+        drafters: per sequence, who drafted; empty = nobody says.
         parents: per sequence, for each token the index in the draft of the one it follows, which
             is below its own; -1 = the last committed token. None = chains, where each token
             follows the one before it.
@@ -54,6 +55,7 @@ class DraftProposal:
     seconds: Mapping[str, float] = field(default_factory=dict)
     forwards: int = 0
     parents: list[list[int]] | None = None
+    drafters: Seq[str] = ()
 
 
 @dataclass(frozen=True, slots=True)

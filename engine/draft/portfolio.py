@@ -129,7 +129,7 @@ class DrafterPortfolio:
                 for i, (draft, rows) in zip(members, self._cut(proposal, own), strict=True):
                     tokens[i], weights[i] = draft, rows
             seconds[name] = self._clock() - began
-        return DraftProposal(tokens, weights, seconds, forwards)
+        return DraftProposal(tokens, weights, seconds, forwards, drafters=drafters)
 
     def observe(self, view: StepView) -> None:
         """Tells every drafter what became of the sequences it may draft for.

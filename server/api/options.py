@@ -36,6 +36,8 @@ class ServerOptions:
         cors_origins: web origins whose pages may call; empty = none.
         allow_control_tokens: whether control tokens that are spelled out in the messages of a
             chat act as such; else they are text.
+        tool_format: how the model writes tool calls, a name in `server.text.calls.FORMATS`; None =
+            as its chat template tells.
     """
 
     max_body_bytes: int = 8 * 1024 * 1024
@@ -61,3 +63,4 @@ class ServerOptions:
     tokens_per_minute: int | None = None
     cors_origins: tuple[str, ...] = ()
     allow_control_tokens: bool = False
+    tool_format: str | None = None
