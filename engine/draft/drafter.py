@@ -45,6 +45,7 @@ class DraftProposal:
             depend on the tokens that were drawn.
         seconds: that each drafter took which was asked.
         forwards: passes of draft models.
+        drafters: per sequence, who drafted; empty = nobody says.
         parents: per sequence, for each token the index in the draft of the one it follows, which
             is below its own; -1 = the last committed token. None = a chain, where each token
             follows the one before it.
@@ -55,6 +56,7 @@ class DraftProposal:
     seconds: Mapping[str, float] = field(default_factory=dict)
     forwards: int = 0
     parents: Seq[list[int] | None] | None = None
+    drafters: Seq[str] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -130,7 +130,7 @@ class DrafterPortfolio:
                 for i, cut in zip(members, self._cut(proposal, asked, own), strict=True):
                     tokens[i], weights[i], parents[i] = cut
             seconds[name] = self._clock() - began
-        return DraftProposal(tokens, weights, seconds, forwards, parents)
+        return DraftProposal(tokens, weights, seconds, forwards, parents, drafters)
 
     def observe(self, view: StepView) -> None:
         """Tells every drafter what became of the sequences it may draft for.
