@@ -12,8 +12,9 @@ from __future__ import annotations
 import argparse
 from statistics import mean
 
-from tests.control.simulator import Fixed, World, planner_for, switching
-from tests.control.test_simulated import ALL_MACHINES, LENGTHS, TEXTS
+from tests.control.fixed import seconds_of_fixed
+from tests.control.simulator import World, planner_for
+from tests.control.test_simulated import ALL_MACHINES, LATE, TEXTS
 
 TOKENS = {1: 4000, 8: 12_000, 32: 22_400}
 
@@ -23,15 +24,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--batch", type=int, choices=TOKENS, help="one number of sequences only")
     batches = [chosen] if (chosen := parser.parse_args().batch) else list(TOKENS)
-    texts = TEXTS | {"easy after wrong": switching(0.0, 0.9, at=150)}
+    texts = TEXTS | {"easy after wrong": LATE}
     found = []
     for batch in batches:
         for text, odds in texts.items():
             for name, machine in ALL_MACHINES.items():
-                fixed = {
-                    length: World(machine, odds, batch).run(Fixed(length), TOKENS[batch]).seconds
-                    for length in LENGTHS
-                }
+                fixed = seconds_of_fixed(machine, odds, batch, TOKENS[batch])
                 planned = World(machine, odds, batch).run(planner_for(machine), TOKENS[batch])
                 regret = planned.seconds / min(fixed.values()) - 1.0
                 found.append((regret, planned.seconds / fixed[0] - 1.0, f"{name}, {text}, {batch}"))

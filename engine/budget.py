@@ -24,10 +24,16 @@ _DOUBLING = 32
 _LOGPROB_SHARE = 0.5
 
 
+#: Arguments of `PassCost.seconds`.
+_Load = tuple[int, int, int, int, int]
+
+
 class PassCost(Protocol):
     """What a pass of the target takes on this machine."""
 
-    def seconds(self, rows: int, sequences: int, context: int, attention: int) -> float | None:
+    def seconds(
+        self, rows: int, sequences: int, context: int, attention: int, silent: int = 0
+    ) -> float | None:
         """Seconds of one pass; None while nothing is known.
 
         Args:
@@ -35,6 +41,7 @@ class PassCost(Protocol):
             sequences: sequences in the pass.
             context: cached tokens read, its own included, summed over sequences.
             attention: pairs of a query token and a cached token.
+            silent: query tokens that are given no logits.
         """
 
 
@@ -67,7 +74,9 @@ class PromptBudget:
         self.tokens = limits.tokens
         self._logprob_rows = limits.logprob_rows
         read = sum(s.table.num_cached[TARGET] + 1 for s in decodes)
-        self._load = (len(decodes), len(decodes), read, read)
+        drafts = sum(s.last_draft for s in decodes)
+        pairs = sum((1 + s.last_draft) * (s.table.num_cached[TARGET] + 1) for s in decodes)
+        self._load = (len(decodes) + drafts, len(decodes), read, pairs, 0)
         self._cost = cost if decodes and limits.stretch else None
         self._seconds = self._cost.seconds(*self._load) if self._cost else None
         self._most = math.inf if self._seconds is None else limits.stretch * self._seconds
@@ -108,15 +117,17 @@ class PromptBudget:
             key=lambda more: self._time(self._with(sequence, before, before + more)),
         )
 
-    def _with(self, sequence: Sequence, before: int, after: int) -> tuple[int, int, int, int]:
+    def _with(self, sequence: Sequence, before: int, after: int) -> _Load:
         """The load of the pass if a sequence is fed `after` tokens instead of `before`."""
-        rows, sequences, context, attention = self._load
+        rows, sequences, context, attention, silent = self._load
         cached, more = sequence.table.num_cached[TARGET], after - before
         pairs = after * (cached + after) - before * (cached + before)
         first = before == 0
-        return rows + more, sequences + first, context + more + first * cached, attention + pairs
+        quiet = 0 if sequence.wants_prompt_logprobs else more - (after == sequence.num_uncached)
+        read = context + more + first * cached
+        return rows + more, sequences + first, read, attention + pairs, silent + quiet
 
-    def _time(self, load: tuple[int, int, int, int]) -> float:
+    def _time(self, load: _Load) -> float:
         seconds = self._cost.seconds(*load) if self._cost else None
         return math.inf if seconds is None else seconds
 

@@ -32,6 +32,7 @@ from engine.model.selftest import check_invariance
 from engine.model.threads import ThreadWatch
 from engine.prepare import measure, populate, settle_threads, warm_up
 from engine.rules import RequestRules
+from engine.sampling import BatchSampler
 from engine.scheduler import Scheduler
 from engine.types import EngineInfo
 
@@ -118,13 +119,14 @@ def assemble(
         drafters=portfolio,
         planner=ShieldedPlanner(AdaptivePlanner(options, costs)),
         meter=Meter(costs),
-        judge=Judge(loaded.vocab_size, loaded.eos_token_ids, config.speculation.verification),
+        judge=_make_judge(config, loaded),
     )
     engine = Engine(
         parts,
         max_model_len=loaded.max_model_len,
         default_drafters=registry.default_drafters(config.speculation),
         max_draft=config.speculation.max_draft,
+        max_nodes=config.speculation.max_nodes,
     )
     info = _describe(config, loaded, pool, portfolio.names)
     rules = RequestRules(
@@ -135,6 +137,14 @@ def assemble(
     )
     idle = OnlineAudit(engine, config.audit_rate, info.dtype) if config.audit_rate else None
     return BuiltEngine(engine, info, rules, idle, threads)
+
+
+def _make_judge(config: EngineConfig, loaded: LoadedModel) -> Judge:
+    """Draws where the logits are: side by side on a GPU, row by row on a CPU."""
+    on_gpu = loaded.device.type == "cuda"
+    sampler = BatchSampler(loaded.vocab_size) if on_gpu else None
+    rule = config.speculation.verification
+    return Judge(loaded.vocab_size, loaded.eos_token_ids, rule, sampler)
 
 
 def _describe(
@@ -154,6 +164,9 @@ def _describe(
         drafters=drafters,
         max_draft=config.speculation.max_draft,
         checked=loaded.checked,
+        weights=loaded.weights,
+        kv_dtype=str(loaded.shape.dtype).removeprefix("torch."),
+        kv_bytes_per_token=loaded.shape.bytes_per_token,
     )
 
 
@@ -167,7 +180,7 @@ def _plan_how(config: EngineConfig, advisor: Advisor) -> PlannerOptions:
         raise ConfigurationError(
             f"speculation is {speculation.mode!r}; choose one of {modes}."
         ) from None
-    return PlannerOptions(max(1, speculation.max_draft), mode, advisor)
+    return PlannerOptions(max(1, speculation.most_drafts), mode, advisor)
 
 
 def check_numerics(built: BuiltEngine) -> BuiltEngine:
@@ -185,8 +198,9 @@ def _make_cache(
     """One pool of pages, and one store of K/V for each model; the target comes first."""
     cache, target = config.cache, models[TARGET]
     spare = available_memory(target.device) - logits_bytes(
-        config.scheduler, config.speculation.max_draft, target.vocab_size
+        config.scheduler, config.speculation.most_drafts, target.vocab_size
     )
+    spare -= sum(m.reserve(cache.page_size, config.scheduler.max_batch_tokens) for m in models)
     useful = config.scheduler.max_sequences * target.max_model_len
     pages = plan_pages(cache, [model.shape for model in models], spare, useful)
     pool = PagePool(pages, cache.page_size, len(models), cache.prefix_reuse)

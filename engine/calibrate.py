@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import logging
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 from engine.batch import Span, build_batch
 from engine.cache.pages import PagePool
-from engine.control.calibration import Calibration, cache_key
+from engine.control.calibration import Calibration
 from engine.model.files import read_sealed, write_sealed
 from engine.model.passes import Runner
 from engine.model.paths import cache_directory
@@ -18,6 +21,9 @@ from engine.model.version import passes_version
 from engine.sweep import calibrate
 
 logger = logging.getLogger(__name__)
+
+#: Of what is kept between starts; another one is measured anew.
+_VERSION = 2
 
 #: Seconds a start may spend on it.
 _BUDGET = 2.0
@@ -33,7 +39,7 @@ def load_calibration(
 
     Args:
         model_path: identifies the model.
-        dtype: as the engine reports it.
+        dtype: of K/V and weights, in any words that tell them apart.
         runner: the model's, its pages unused so far.
         pool: all of its pages free.
         most_rows: most query tokens of a pass.
@@ -44,7 +50,7 @@ def load_calibration(
     path = cache_directory() / "calibration" / key
     if (cached := read_sealed(path)) is not None:
         with contextlib.suppress(ValueError):  # written by another version
-            return Calibration.from_json(cached)
+            return from_json(cached)
     sequences = max(1, min(_SEQUENCES, pool.num_pages // 2))
     room = min(longest, pool.num_pages // sequences * pool.page_size, 2 * _LONG_CONTEXT)
     timer = PassTimer(runner, pool, sequences, room)
@@ -58,7 +64,8 @@ def load_calibration(
         )
     finally:
         timer.close()
-    _write(path, measured)
+    if measured.whole:
+        _write(path, measured)
     return measured
 
 
@@ -84,14 +91,14 @@ class PassTimer:
             pool.reserve(table, tokens)
         self.seconds(sequences, sequences, tokens - 1)
 
-    def seconds(self, rows: int, sequences: int, context: int) -> float:
+    def seconds(self, rows: int, sequences: int, context: int, logits: int = 1) -> float:
         """See `engine.sweep.Measure`; the context is cut where it does not fit."""
         spans = []
         for i, table in enumerate(self._tables[:sequences]):
             count = rows // sequences + (i < rows % sequences)
             if count:
                 start = min(context, self._tokens - count)
-                spans.append(Span([0] * count, start, table, count))
+                spans.append(Span([0] * count, start, table, min(count, logits)))
         runner, pool = self._runner, self._pool
         batch = build_batch(spans, pool.page_size, pool.num_pages, runner.device, runner.min_rows)
         return runner.forward(batch).seconds()
@@ -105,6 +112,35 @@ class PassTimer:
 def _write(path: Path, calibration: Calibration) -> None:
     """Keeps it for the next start; a read-only cache only costs that start a second."""
     try:
-        write_sealed(path, calibration.to_json())
+        write_sealed(path, to_json(calibration))
     except OSError as error:
         logger.info("the calibration cannot be cached: %s", error)
+
+
+def cache_key(model: str, device: str, dtype: str, threads: int, code: str) -> str:
+    """A file name for the calibration of one model, computed by one version of the code, on one
+    machine setting."""
+    text = json.dumps([_VERSION, model, device, dtype, threads, code])
+    return f"calibration-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+
+
+def to_json(calibration: Calibration) -> str:
+    """For the cache."""
+    return json.dumps({"version": _VERSION, **asdict(calibration)})
+
+
+def from_json(text: str) -> Calibration:
+    """Reads what `to_json` wrote.
+
+    Raises:
+        ValueError: it is damaged or of another version; calibrate again.
+    """
+    try:
+        data = json.loads(text)
+        if data.pop("version") != _VERSION:
+            raise ValueError("the calibration was written by another version")
+        for name in ("curve", "prompt"):
+            data[name] = tuple((int(n), float(t)) for n, t in data[name])
+        return Calibration(**data)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"not a calibration ({type(error).__name__})") from error

@@ -7,7 +7,7 @@ from engine.judge import Judgement
 from engine.laps import Laps
 from engine.layout import SequenceRows
 from engine.sequence import Sequence
-from engine.types import Event, PromptLogprobs, Tokens
+from engine.types import DraftTrace, Event, PromptLogprobs, Tokens
 
 
 def commit(rows: SequenceRows, judgement: Judgement, pool: PagePool, laps: Laps) -> list[Event]:
@@ -34,15 +34,26 @@ def commit(rows: SequenceRows, judgement: Judgement, pool: PagePool, laps: Laps)
         # Accepted drafts were computed in place; the last emitted token is fed next.
         table.num_cached[TARGET] = len(sequence.tokens) - 1
         sequence.target_passes += 1
+        sequence.last_draft = verdict.drafted
         sequence.draft_tokens += verdict.drafted
         sequence.accepted_tokens += verdict.accepted
         if sequence.first_token is None:
             sequence.first_token = laps.end("judge")
         tokens, name = tuple(verdict.emitted), sequence.request.request_id
-        events.append(Tokens(name, sequence.choice, tokens, judgement.logprobs))
+        trace = _trace(rows, judgement) if sequence.request.speculation.trace else None
+        events.append(Tokens(name, sequence.choice, tokens, judgement.logprobs, trace))
     pool.commit(table, sequence.tokens)
     pool.truncate(table, len(sequence.tokens))
     return events
+
+
+def _trace(rows: SequenceRows, judgement: Judgement) -> DraftTrace:
+    verdict = judgement.verdict
+    kept = range(verdict.accepted) if judgement.way is None else judgement.way
+    # Where the last token is a draft's, too, the answer has ended: what follows was not refused.
+    judged = len(verdict.emitted) > verdict.accepted
+    refused = tuple(token for i, token in enumerate(rows.draft) if judged and i not in kept)
+    return DraftTrace(rows.drafter, verdict.drafted, verdict.accepted, refused)
 
 
 def _collect_prompt_logprobs(sequence: Sequence, start: int, judgement: Judgement) -> list[Event]:

@@ -11,6 +11,14 @@ from engine.errors import ConfigurationError
 VERIFICATIONS = ("auto", "match", "rejection", "block")
 
 
+#: How far a row of logits may depend on the other rows of its pass, on a GPU.
+NUMERICS = ("exact", "fast")
+
+#: What a model's weights may be kept in, and what rows may be rounded to where they are multiplied
+#: with blocks of few bits: see `ModelConfig`.
+WEIGHTS = ("auto", "file", "float32", "bfloat16", "int8", "int4")
+ACTIVATIONS = ("int16", "int8")
+
 #: What is said instead of a drafter's name where nobody drafts.
 NO_DRAFTER = "none"
 
@@ -26,13 +34,27 @@ class ModelConfig:
 
     Args:
         path: local directory, hub id, ``.gguf`` file, or ``pypi:NAME==VERSION`` package.
-        dtype: "auto", "float32", "bfloat16" or "float16"; auto is bfloat16 where the device
-            computes it natively, else float32.
+        dtype: of keys and values, and of what is computed between the layers: "auto", "float32",
+            "bfloat16" or "float16"; auto is bfloat16 where the device computes it natively, else
+            float32. Weights that are not in blocks have it as well.
         device: "auto", "cpu" or "cuda".
         max_model_len: most tokens of prompt and completion; None = the model's own limit.
-        runner: "native" (a whole decoder as one native call), "torch" (transformers' forward
-            with a native attention kernel), "reference" (transformers' forward with plain
-            torch attention), or "auto": the fastest that applies.
+        runner: "native" (a whole decoder as one native call), "cuda" (a whole decoder on a
+            GPU's own kernels), "torch" (transformers' forward with a native attention kernel),
+            "reference" (transformers' forward with plain torch attention), or "auto": the
+            fastest that applies.
+        numerics: of the runner "cuda": "exact" (rows do not depend on the batch) or "fast" (the
+            vendor's matrix products, whose rows do). The others have but one way.
+        weights: "file" keeps the blocks of few bits that a GGUF file holds, as far as they can be
+            multiplied; "float32" and "bfloat16" are what all of them are made into; "int8" and
+            "int4" round the matrices of any file to blocks of that many bits; "auto" leaves the
+            choice to the loader.
+        activations: what rows are rounded to where they are multiplied with blocks: "int16",
+            which is as good as float32, or "int8", which is faster and less faithful. Weights
+            that are no blocks are multiplied in `dtype` either way.
+
+    Raises:
+        ConfigurationError: a value is unknown, or two do not fit together.
     """
 
     path: str
@@ -40,6 +62,20 @@ class ModelConfig:
     device: str = "auto"
     max_model_len: int | None = None
     runner: str = "auto"
+    numerics: str = "exact"
+    weights: str = "auto"
+    activations: str = "int16"
+
+    def __post_init__(self) -> None:
+        choices = (("weights", WEIGHTS), ("activations", ACTIVATIONS), ("numerics", NUMERICS))
+        for name, known in choices:
+            value = getattr(self, name)
+            _require(value in known, f"{name} is {value!r}; choose one of {', '.join(known)}.")
+        _require(
+            self.weights not in ("float32", "bfloat16") or self.dtype in ("auto", self.weights),
+            f"weights is {self.weights}, but dtype is {self.dtype}; weights that are in no blocks "
+            "have the dtype, so set only one of the two.",
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +158,9 @@ class SpeculationConfig:
         drafters: several of them, for the planner to choose from; empty = `drafter` alone.
         lookup_store_bytes: memory for past answers to draft from (prompt lookup); 0 = keep none.
         max_draft: the server's cap: most draft tokens per sequence and step, whatever a request
-            wishes.
+            wishes; of a draft that branches, how deep it may go.
+        max_nodes: most draft tokens, on all branches together, of drafters that can branch; 0 =
+            drafts do not branch.
         draft_model: the smaller model of a drafter that runs one; its path is a local directory.
         draft_head: the head of a drafter that reads the target's hidden states; likewise.
         draft_temperature: factor on a request's temperature in the draft model.
@@ -136,6 +174,7 @@ class SpeculationConfig:
     drafters: tuple[str, ...] = ()
     lookup_store_bytes: int = 0
     max_draft: int = 8
+    max_nodes: int = 0
     draft_model: ModelConfig | None = None
     draft_head: ModelConfig | None = None
     draft_temperature: float = 1.0
@@ -158,9 +197,18 @@ class SpeculationConfig:
             f"max_draft is {self.max_draft}; it must be from 0 to 64.",
         )
         _require(
+            0 <= self.max_nodes <= 64,
+            f"max_nodes is {self.max_nodes}; it must be from 0 (no branches) to 64.",
+        )
+        _require(
             self.verification in VERIFICATIONS,
             f"verification is {self.verification!r}; choose one of {', '.join(VERIFICATIONS)}.",
         )
+
+    @property
+    def most_drafts(self) -> int:
+        """Most draft tokens of a sequence in a step, on whatever branches."""
+        return max(self.max_draft, self.max_nodes) if self.max_draft else 0
 
 
 @dataclass(frozen=True, slots=True)

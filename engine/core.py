@@ -16,6 +16,7 @@ from engine.commit import commit
 from engine.config import NO_DRAFTER
 from engine.control.planner import Assignment, Planner
 from engine.draft.drafter import DraftProposal, Verdict
+from engine.draft.grammar import within_grammars
 from engine.draft.portfolio import DrafterPortfolio
 from engine.errors import CorruptedLogits, RequestFailed
 from engine.judge import NOTHING, Judge, Judgement
@@ -23,6 +24,7 @@ from engine.laps import Laps
 from engine.layout import StepLayout, lay_out
 from engine.meter.meter import Meter
 from engine.model.passes import Pass, Runner
+from engine.move import move_accepted
 from engine.scheduler import Scheduler, StepPlan
 from engine.sequence import Sequence, Status
 from engine.statistics import completed, step_stats
@@ -64,6 +66,7 @@ class Engine:
         max_model_len: most tokens of prompt and completion.
         default_drafters: drafters of requests that do not name one, at least one name.
         max_draft: the server's cap: most draft tokens per sequence and step, whatever is wished.
+        max_nodes: the same of drafts that branch, which `max_draft` keeps from going deeper.
         clock: monotonic seconds.
     """
 
@@ -74,12 +77,14 @@ class Engine:
         max_model_len: int,
         default_drafters: tuple[str, ...],
         max_draft: int,
+        max_nodes: int = 0,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.parts = parts
         self.max_model_len = max_model_len
         self.default_drafters = default_drafters
         self.max_draft = max_draft
+        self.max_nodes = max_nodes
         self.clock = clock
         self._requests: dict[str, list[Sequence]] = {}  # choices still alive
         self._events: list[Event] = []  # of adds and aborts between steps
@@ -108,6 +113,7 @@ class Engine:
             "drafters": drafters,
             "verification": self.parts.judge.rule_for(request.sampling),
             "max_draft": 0 if ask.enabled is False or drafters == (NO_DRAFTER,) else wanted,
+            "max_nodes": self.max_nodes,
             "limit": min(len(request.prompt) + request.sampling.max_tokens, self.max_model_len),
         }
         self._tickets += 1
@@ -120,11 +126,13 @@ class Engine:
             self.parts.scheduler.add(sequence)
 
     def _default_drafters(self, request: Request) -> tuple[str, ...]:
-        """A predicted answer is the best guess there is: who reads it comes first."""
-        names, readers = self.default_drafters, self.parts.drafters.prediction_readers
-        if request.speculation.prediction and readers:
-            return (*readers, *(n for n in names if n not in (*readers, NO_DRAFTER)))
-        return names
+        """What a grammar forces is certain, and a predicted answer the best guess there is: who
+        reads them comes first."""
+        names, drafters = self.default_drafters, self.parts.drafters
+        first = drafters.grammar_readers if request.sampling.grammar is not None else ()
+        if request.speculation.prediction:
+            first = (*first, *drafters.prediction_readers)
+        return (*first, *(n for n in names if n not in (*first, NO_DRAFTER))) if first else names
 
     def abort(self, request_id: str, choice: int | None, reason: FinishReason) -> None:
         """Ends a request or one of its choices now; unknown ids are ignored, since the
@@ -165,7 +173,7 @@ class Engine:
             try:
                 chosen = laps.time("choose", parts.planner.choose, plan)
                 proposal = laps.time("draft", self._draft, plan, chosen)
-                layout = lay_out(plan, proposal.tokens)
+                layout = lay_out(plan, proposal.tokens, chosen.drafters, proposal.parents)
                 passed = laps.time("verify", self._run_target, layout)
                 judgements = laps.time("judge", parts.judge.judge, layout, proposal, passed.logits)
                 verify_seconds = laps.time("wait", passed.seconds)
@@ -180,7 +188,8 @@ class Engine:
 
     def _draft(self, plan: StepPlan, chosen: Assignment) -> DraftProposal:
         drafters = self.parts.drafters
-        return drafters.propose(plan.sequences, chosen.lengths, chosen.drafters)
+        proposal = drafters.propose(plan.sequences, chosen.lengths, chosen.drafters)
+        return within_grammars(proposal, plan.sequences)
 
     def _run_target(self, layout: StepLayout) -> Pass:
         """One packed pass over all fed tokens and drafts, with the features that drafters need. A
@@ -218,7 +227,12 @@ class Engine:
                 sequence = rows.sequence
                 failure = CorruptedLogits(len(sequence.tokens))
                 self._fail(sequence.request.request_id, failure)
+            elif judgement.failure is not None:
+                failed = RequestFailed(judgement.failure)
+                self._fail(rows.sequence.request.request_id, failed)
         kept = {r.sequence: j for r, j in judged if r.sequence.status is Status.RUNNING}
+        ways = [(r, j.way) for r, j in judged if j.way and r.sequence in kept]
+        move_accepted(ways, self.parts.target, passed.features)
         for rows, judgement in judged:
             if rows.sequence in kept:
                 self._events += commit(rows, judgement, self.parts.pool, laps)

@@ -17,6 +17,7 @@ from engine.draft.drafter import DraftProposal, Verdict
 from engine.layout import SequenceRows, StepLayout
 from engine.sampling import Draw, RowSampler, Sampler, SamplingRow, token_logprobs
 from engine.sequence import Sequence
+from engine.tree import follow, way_to
 from engine.types import SamplingParams, TokenLogprobs
 from engine.verification import choose_rule
 
@@ -30,12 +31,16 @@ class Judgement:
         logprobs: of the emitted tokens, if the request wants them.
         prompt_logprobs: of the prompt tokens that this step's rows predict, if wanted.
         corrupted: the logits are not numbers; the request must fail.
+        failure: why the request must fail otherwise; None = it need not.
+        way: of a draft that branches, its nodes that were accepted, one for each accepted token.
     """
 
     verdict: Verdict
     logprobs: tuple[TokenLogprobs, ...] | None = None
     prompt_logprobs: tuple[TokenLogprobs, ...] = ()
     corrupted: bool = False
+    failure: str | None = None
+    way: tuple[int, ...] | None = None
 
 
 NOTHING = Judgement(Verdict([], 0, 0))
@@ -102,20 +107,31 @@ class Judge:
         # What rejection rules draw must not come again when a position is judged anew.
         step = 0 if rule == "match" else sequence.target_passes
         context = partial(self._row, sequence, rows.draft, step=step)
+        if rows.parents is not None:
+            context = partial(self._row_of_tree, rows, step=step)
         draft = rows.draft if rows.scheduled.samples else None
-        return Draw(rows.logit_rows, draft, context, rule, weights)
+        return Draw(rows.logit_rows, draft, context, rule, weights, rows.parents)
+
+    def _row_of_tree(self, rows: SequenceRows, number: int, step: int = 0) -> SamplingRow:
+        """What the row after the last fed token (0) or after a node (its index + 1) sees."""
+        assert rows.parents is not None
+        before = [rows.draft[node] for node in way_to(number - 1, rows.parents)]
+        return self._row(rows.sequence, before, len(before), step)
 
     def _row(self, sequence: Sequence, draft: Seq[int], depth: int, step: int = 0) -> SamplingRow:
         """What the row at `depth` sees: committed tokens and the draft tokens before it."""
+        generated = [*sequence.output, *draft[:depth]]
+        grammar = sequence.grammar
         return SamplingRow(
             params=sequence.request.sampling,
             prompt=sequence.request.prompt,
-            generated=[*sequence.tokens[sequence.prompt_length :], *draft[:depth]],
+            generated=generated,
             position=len(sequence.tokens) + depth,
             seed=sequence.seed,
             choice=sequence.choice,
             eos_token_ids=self.eos_token_ids,
             step=step,
+            allowed=None if grammar is None else grammar.allowed(generated),
         )
 
     def _judge_one(
@@ -123,16 +139,19 @@ class Judge:
     ) -> Judgement:
         """One sequence's judgement from what was drawn for it and the step's logits."""
         sequence, params = rows.sequence, rows.sequence.request.sampling
-        verdict, logprobs = NOTHING.verdict, None
+        if sequence.grammar is not None and sequence.grammar.failure is not None:
+            return Judgement(NOTHING.verdict, failure=sequence.grammar.failure)
+        verdict, logprobs, way = NOTHING.verdict, None, None
         if rows.scheduled.samples:
             accepted = len(target_tokens) - 1
             emitted = self._cut(sequence, target_tokens)
             verdict = Verdict(emitted, rows.num_drafts, min(accepted, len(emitted)))
+            if rows.parents is not None:
+                way = tuple(follow(emitted[: verdict.accepted], rows.draft, rows.parents))
             if params.logprobs is not None:
-                first = rows.logit_rows.stop - 1 - rows.num_drafts
-                own = logits[first : first + len(emitted)]
+                own = logits[rows.judging_rows(way, len(emitted))]
                 logprobs = tuple(token_logprobs(own, emitted, params.logprobs, self.vocab_size))
-        return Judgement(verdict, logprobs, self._prompt_logprobs(rows, logits))
+        return Judgement(verdict, logprobs, self._prompt_logprobs(rows, logits), way=way)
 
     def _prompt_logprobs(
         self, rows: SequenceRows, logits: torch.Tensor
@@ -150,7 +169,7 @@ class Judge:
         """Emitted tokens up to the first that ends the sequence."""
         params = sequence.request.sampling
         for i, token in enumerate(tokens[: sequence.room]):
-            is_eos = token in self.eos_token_ids and not params.ignore_eos
+            is_eos = token in self.eos_token_ids and params.ends_at_eos
             if is_eos or token in params.stop_token_ids:
                 return tokens[: i + 1]
         return tokens[: sequence.room]

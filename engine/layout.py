@@ -28,6 +28,8 @@ class SequenceRows:
         num_logits: how many it has; they belong to its last query tokens.
         num_prompt_logprobs: how many of them, from the first, predict prompt tokens whose log
             probabilities are wanted.
+        drafter: who was asked for the draft.
+        parents: of a draft that branches: see `engine.tree`. None = a chain.
     """
 
     scheduled: ScheduledSequence
@@ -37,6 +39,8 @@ class SequenceRows:
     first_logit: int
     num_logits: int
     num_prompt_logprobs: int
+    drafter: str
+    parents: Seq[int] | None = None
 
     @property
     def sequence(self) -> Sequence:
@@ -64,11 +68,23 @@ class SequenceRows:
         its committed tokens and each draft token in turn."""
         return range(self.first_logit, self.first_logit + self.num_logits)
 
+    def judging_rows(self, way: Seq[int] | None, count: int) -> list[int]:
+        """The rows of logits that the first `count` emitted tokens were drawn from.
+
+        Args:
+            way: of a draft that branches, the nodes that were accepted.
+            count: at least 1.
+        """
+        first = self.logit_rows.stop - 1 - self.num_drafts
+        if way is None:
+            return list(range(first, first + count))
+        return [first, *(first + 1 + node for node in way)][:count]
+
     def span(self) -> Span:
         """Its part of the packed batch."""
         sequence, start = self.sequence, self.position
         fed = sequence.tokens[start : start + self.num_fed]
-        return Span([*fed, *self.draft], start, sequence.table, self.num_logits)
+        return Span([*fed, *self.draft], start, sequence.table, self.num_logits, self.parents)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,19 +106,28 @@ class StepLayout:
         return [rows.span() for rows in self.sequences]
 
 
-def lay_out(plan: StepPlan, drafts: Seq[Seq[int]]) -> StepLayout:
+def lay_out(
+    plan: StepPlan,
+    drafts: Seq[Seq[int]],
+    drafters: Seq[str],
+    trees: Seq[Seq[int] | None] | None = None,
+) -> StepLayout:
     """Counts off the rows of a step.
 
     Args:
         plan: the scheduler's.
         drafts: one for each scheduled sequence; empty = a plain decode, or a prefill.
+        drafters: who was asked for each of them.
+        trees: for each of them its parents, or None if it is a chain; None = all are.
     """
     row = logit = 0
     laid: list[SequenceRows] = []
-    for scheduled, draft in zip(plan.scheduled, drafts, strict=True):
+    parents = trees or [None] * len(drafts)
+    parts = zip(plan.scheduled, drafts, drafters, parents, strict=True)
+    for scheduled, draft, name, tree in parts:
         start = scheduled.sequence.table.num_cached[TARGET]
         logits, prompt = num_logit_rows(scheduled, draft), predicted_prompt_tokens(scheduled)
-        laid.append(SequenceRows(scheduled, draft, start, row, logit, logits, prompt))
+        laid.append(SequenceRows(scheduled, draft, start, row, logit, logits, prompt, name, tree))
         row += scheduled.num_feed + len(draft)
         logit += logits
     return StepLayout(tuple(laid), row, logit)

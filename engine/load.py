@@ -19,6 +19,7 @@ class Load:
         rows: query tokens.
         context: cached tokens read, summed over sequences.
         attention: pairs of a query token and a cached token.
+        silent: query tokens that are given no logits: of a prompt all but its last.
     """
 
     batch: int
@@ -26,6 +27,7 @@ class Load:
     rows: int
     context: int
     attention: int
+    silent: int = 0
 
     def with_drafts(self, plan: StepPlan, drafted: Sequence[int]) -> Load:
         """The same pass with so many draft tokens for each scheduled sequence."""
@@ -40,18 +42,20 @@ class Load:
 def loads_of(plan: StepPlan) -> tuple[Load, Load]:
     """The load of a plan's emitting sequences alone, one query token each, and of its whole pass
     with prefill; both without drafts."""
-    batch = fed = read = pairs = decode_read = 0
+    batch = fed = read = pairs = decode_read = silent = 0
     for scheduled in plan.scheduled:
         feed = scheduled.num_feed
         context = scheduled.sequence.table.num_cached[TARGET] + feed
         fed += feed
         read += context
         pairs += context * feed
+        if not scheduled.sequence.wants_prompt_logprobs:
+            silent += feed - scheduled.samples
         if scheduled.samples:
             batch += 1
             decode_read += context
     decode = Load(batch, batch, batch, decode_read, decode_read)
-    return decode, Load(batch, len(plan.scheduled), fed, read, pairs)
+    return decode, Load(batch, len(plan.scheduled), fed, read, pairs, silent)
 
 
 def cell_of(count: int) -> int:

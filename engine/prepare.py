@@ -80,7 +80,7 @@ def measure(
     def timed(paged: PagedModel, path: str) -> Calibration:
         return load_calibration(
             path,
-            str(paged.model.shape.dtype),
+            f"{paged.model.shape.dtype} {paged.model.weights.kinds} {config.model.activations}",
             paged.runner,
             pool,
             most_rows=min(config.scheduler.max_batch_tokens, _MOST_ROWS),

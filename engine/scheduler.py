@@ -24,7 +24,8 @@ class ScheduledSequence:
     Attributes:
         num_feed: committed tokens to feed, from `num_cached` on.
         samples: whether the feed reaches the end, so that a new token is drawn.
-        max_draft: draft tokens that have pages and budget; the planner may use fewer.
+        max_draft: draft tokens, on whatever branches, that have pages and budget; the planner may
+            use fewer.
     """
 
     sequence: Sequence
@@ -140,7 +141,7 @@ class Scheduler:
 
     def _split_budget(self, budget: int) -> tuple[int, int]:
         """Sets aside tokens for drafts, but never more than half while prompts want them."""
-        wanted = sum(s.max_draft for s in self._planned)
+        wanted = sum(max(s.max_draft, s.max_nodes) for s in self._planned if s.max_draft)
         busy = len(self._planned) < len(self.running)
         reserved = min(wanted, budget // 2 if busy else budget)
         return budget - reserved, reserved
@@ -222,11 +223,12 @@ class Scheduler:
 
     def _grant_drafts(self, budget: int) -> dict[Sequence, int]:
         """Shares budget and free pages among decoding sequences; nobody is preempted for a
-        draft. A draft is never longer than the room left, less the token that follows it."""
+        draft. A draft is never longer than the room left, less the token that follows it; one
+        that branches may be longer, but no deeper."""
         wants = {
-            s: min(s.max_draft, s.room - 1)
+            s: s.most_drafts
             for s, fed in self._planned.items()
-            if fed == s.num_uncached and s.num_generated and min(s.max_draft, s.room - 1) > 0
+            if fed == s.num_uncached and s.num_generated and s.most_drafts
         }
         granted: dict[Sequence, int] = {}
         for left, (sequence, want) in zip(range(len(wants), 0, -1), wants.items(), strict=True):

@@ -7,6 +7,7 @@ import time
 from dataclasses import InitVar, dataclass, field
 
 from engine.cache.pages import TARGET, PageTable
+from engine.grammar import GrammarCursor
 from engine.types import FinishReason, Request, SequenceStats, TokenLogprobs
 
 
@@ -30,12 +31,15 @@ class Sequence:
         seed: 64 bits that key every random draw of the request.
         drafter: the only name in `drafters` where that is left empty.
         max_draft: most draft tokens a step may check for it, what it is granted: the request's
-            wish within the server's cap.
+            wish within the server's cap; of a draft that branches, how deep it may go.
+        max_nodes: most draft tokens of a draft that branches; 0 = none does.
         verification: the rule that judges its drafts: "match", "rejection" or "block".
         limit: most tokens it may ever hold (prompt, `max_tokens` and the model's context).
         drafters: names of those that may draft for it, in the order of preference where nothing
             else decides; the planner says who does in a step.
+        last_draft: draft tokens that were checked for it in its last step.
         prompt_logprobs: entries of the prompt computed so far; entry 0 is None.
+        grammar: answers what the request's grammar allows, if it has one.
     """
 
     request: Request
@@ -48,11 +52,14 @@ class Sequence:
     limit: int
     verification: str = "match"
     drafters: tuple[str, ...] = ()
+    max_nodes: int = 0
     tokens: list[int] = field(init=False)
+    grammar: GrammarCursor | None = field(init=False, default=None)
     status: Status = Status.WAITING
     cached_prompt_tokens: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    last_draft: int = 0
     target_passes: int = 0
     preemptions: int = 0
     accepted_prediction_tokens: int = 0
@@ -64,6 +71,8 @@ class Sequence:
     def __post_init__(self, drafter: str) -> None:
         self.tokens = list(self.request.prompt)
         self.drafters = self.drafters or (drafter,)
+        if (grammar := self.request.sampling.grammar) is not None:
+            self.grammar = GrammarCursor(grammar)
 
     @property
     def order(self) -> tuple[int, int, int, int]:
@@ -82,6 +91,11 @@ class Sequence:
         return len(self.tokens) - len(self.request.prompt)
 
     @property
+    def output(self) -> list[int]:
+        """Committed tokens after the prompt."""
+        return self.tokens[len(self.request.prompt) :]
+
+    @property
     def num_uncached(self) -> int:
         """Committed tokens the target has yet to be fed; 1 while decoding."""
         return len(self.tokens) - self.table.num_cached[TARGET]
@@ -90,6 +104,16 @@ class Sequence:
     def room(self) -> int:
         """How many more tokens it may emit."""
         return self.limit - len(self.tokens)
+
+    @property
+    def max_depth(self) -> int:
+        """Draft tokens that a step may keep: the token that follows them needs room, too."""
+        return min(self.max_draft, self.room - 1)
+
+    @property
+    def most_drafts(self) -> int:
+        """Draft tokens that a step may check, on whatever branches."""
+        return max(self.max_depth, self.max_nodes) if self.max_depth > 0 else 0
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -107,7 +131,7 @@ class Sequence:
         params = self.request.sampling
         if self.num_generated:
             last = self.tokens[-1]
-            is_eos = last in eos_token_ids and not params.ignore_eos
+            is_eos = last in eos_token_ids and params.ends_at_eos
             if is_eos or last in params.stop_token_ids:
                 return FinishReason.STOP
         return FinishReason.LENGTH if self.room <= 0 else None

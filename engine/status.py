@@ -6,6 +6,7 @@ import math
 from typing import Any
 
 from engine.control.adaptive import AdaptivePlanner
+from engine.control.allocation import Allocation, Line, allocate
 from engine.control.costs import CostModel
 from engine.control.options import Mode, OffReason
 from engine.control.planner import Planner, ShieldedPlanner
@@ -58,9 +59,9 @@ def describe(planner: Planner, meter: Meter, drafters: tuple[str, ...]) -> dict[
         drafters: those that work.
 
     Returns:
-        `mode`, `drafters`, `steps`, `cost_model`, `acceptance` (by drafter and bucket), `choices`
-        (by drafter: what a batch of unknown sequences would get, and why), `guard`, `exploration`,
-        `speedup`, `off_reasons`, `wasted_draft_tokens`.
+        `mode`, `drafters`, `steps`, `cost_model`, `acceptance` (by drafter, bucket and depth),
+        `choices` (by drafter: what a batch of unknown sequences would get, and why), `guard`,
+        `exploration`, `speedup`, `off_reasons`, `wasted_draft_tokens`.
     """
     decides = adaptive(planner)
     failed = isinstance(planner, ShieldedPlanner) and planner.inner is None
@@ -141,12 +142,22 @@ def _costs(costs: CostModel, depth: int) -> dict[str, Any]:
     }
 
 
+def _typical(planner: AdaptivePlanner, drafter: str, batch: int) -> Allocation:
+    """What would be planned for a batch of sequences that nothing is known of."""
+    depth, context = planner.options.depth, batch * planner.typical_context
+    odds = planner.acceptance.typical(drafter)
+    by_depth = planner.acceptance.by_depth(drafter, depth)
+    lines = [Line(index, drafter, depth, odds, by_depth=by_depth) for index in range(batch)]
+    load = Load(batch, batch, batch, context, context)
+    return allocate(lines, load, load, planner.costs, depth)
+
+
 def choices(planner: AdaptivePlanner, drafter: str) -> list[dict[str, Any]]:
     """By batch size, what sequences of typical acceptance and context would get, and why; and
     what would be best for them, whatever the mode: all that is expected belongs to that."""
     table = []
     for batch in _BATCHES:
-        best = planner.typical(drafter, batch)
+        best = _typical(planner, drafter, batch)
         drafts = sum(best.lengths) / batch
         row: dict[str, Any] = {
             "batch": batch,

@@ -8,16 +8,22 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from itertools import pairwise
-from statistics import median
+from statistics import median_low
 
 from engine.control.calibration import Calibration
 
-#: measure(rows, sequences, context) -> seconds of one pass of the target over `rows` query
-#: tokens, spread over `sequences` sequences with `context` cached tokens each.
-Measure = Callable[[int, int, int], float]
+#: measure(rows, sequences, context, logits) -> seconds of one pass of the target over `rows` query
+#: tokens, spread over `sequences` sequences with `context` cached tokens each; the last `logits`
+#: query tokens of each sequence are given logits.
+Measure = Callable[[int, int, int, int], float]
 
-_REPEATS = 3
+_ALL = 1 << 30
+
+_REPEATS, _REPEATS_OVERTIME = 3, 2
 _SHORT_CONTEXT = 16
+
+#: Query tokens that must be reached for a calibration to tell anything of prompts.
+_ENOUGH_ROWS = 32
 
 #: A segment of the curve that grows by more than this share is searched for a step.
 _SUSPICIOUS_GROWTH = 0.15
@@ -37,20 +43,27 @@ def calibrate(
         most_rows: most query tokens of a pass.
         most_sequences: most sequences of a pass.
         long_context: cached tokens per sequence for the context terms; as many as fit.
-        seconds: once measuring took this long, what is left is extrapolated. The shapes come
-            in order of importance.
+        seconds: once measuring took this long, what is left is extrapolated, but for what nothing
+            can be said without. The shapes come in order of importance.
     """
     session = _Session(measure, seconds)
-    points = {1: session.time(1, 1, _SHORT_CONTEXT)}
-    rows = 1
+    points = {1: session.time(1)}
+    prompt, rows, enough = dict(points), 1, min(_ENOUGH_ROWS, most_rows)
+
+    def reach(rows: int) -> None:
+        points[rows], prompt[rows] = session.time(rows), session.time(rows, logits=1)
+
+    while rows < enough and not session.over:
+        reach(rows := min(rows * 2, enough))
+    whole = rows == enough
+    if not whole:
+        reach(enough)
+    terms = _measure_terms(session, most_sequences, long_context)
     while rows < most_rows and not session.over:
-        rows = min(rows * 2, most_rows)
-        points[rows] = session.time(rows, 1, _SHORT_CONTEXT)
-    terms = _measure_terms(session, points[1], most_sequences, long_context)
-    known = sorted(points)
-    for low, high in pairwise(known):
+        reach(rows := min(rows * 2, most_rows))
+    for low, high in pairwise(sorted(points)):
         _find_step(session, points, low, high)
-    return Calibration(_ascending(points), *terms)
+    return Calibration(_ascending(points), *terms, whole=whole, prompt=_ascending(prompt))
 
 
 class _Session:
@@ -64,22 +77,26 @@ class _Session:
     def over(self) -> bool:
         return self._left <= 0
 
-    def time(self, rows: int, sequences: int, context: int) -> float:
-        times = [self._measure(rows, sequences, context) for _ in range(_REPEATS)]
+    def time(
+        self, rows: int, sequences: int = 1, context: int = _SHORT_CONTEXT, logits: int = _ALL
+    ) -> float:
+        repeats = _REPEATS_OVERTIME if self.over else _REPEATS
+        times = [self._measure(rows, sequences, context, logits) for _ in range(repeats)]
         self._left -= sum(times)
-        return median(times)
+        return median_low(times)
 
 
 def _measure_terms(
-    session: _Session, single: float, most_sequences: int, long_context: int
+    session: _Session, most_sequences: int, long_context: int
 ) -> tuple[float, float, float]:
     """Seconds per sequence, per cached token, and per pair of query and cached token."""
     batch = min(8, most_sequences)
     extra = long_context - _SHORT_CONTEXT
-    if session.over or extra < 1:
+    if extra < 1:
         return 0.0, 0.0, 0.0
-    one = session.time(batch, 1, _SHORT_CONTEXT)
-    many = session.time(batch, batch, _SHORT_CONTEXT) if batch > 1 else single
+    one = many = session.time(batch)
+    if batch > 1:
+        many = session.time(batch, batch)
     per_sequence = max(0.0, (many - one) / max(1, batch - 1))
     # One sequence reads its context once, however many query tokens look at it.
     one_long = max(0.0, session.time(batch, 1, long_context) - one)
@@ -99,12 +116,12 @@ def _find_step(session: _Session, points: dict[int, float], low: int, high: int)
         return
     # Tiles end at powers of two, and several of them in a row look straight from afar.
     if high - low >= _TILE and low + 1 not in points:
-        points[low + 1] = session.time(low + 1, 1, _SHORT_CONTEXT)
+        points[low + 1] = session.time(low + 1)
         if points[low + 1] - points[low] > 0.3 * growth:
             _find_step(session, points, low + 1, high)
             return
     middle = (low + high) // 2
-    points[middle] = session.time(middle, 1, _SHORT_CONTEXT)
+    points[middle] = session.time(middle)
     straight = points[low] + growth * (middle - low) / (high - low)
     if abs(points[middle] - straight) < 0.2 * growth:
         return

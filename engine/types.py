@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from engine.errors import EngineError, InvalidRequest
+from engine.grammar import Grammar
 
 GREEDY_TEMPERATURE = 1e-5  # greedy below it: dividing logits by less would overflow float32
 
@@ -26,8 +27,11 @@ class SamplingParams:
     """How to turn logits into tokens. Defaults leave the model's distribution untouched.
 
     Order of application, equal to transformers' logits processors: repetition penalty,
-    presence and frequency penalty, logit_bias, allowed_token_ids and bad_words and min_tokens
-    (masks), temperature, top_k, top_p, min_p.
+    presence and frequency penalty, logit_bias, grammar and allowed_token_ids and bad_words and
+    min_tokens (masks), temperature, top_k, top_p, min_p.
+
+    Where masks leave nothing together, a grammar binds harder than allowed_token_ids, and that
+    harder than bad_words and min_tokens. A grammar's end is the text's end, `ignore_eos` or not.
 
     Raises:
         InvalidRequest: a value is out of its range; the message names field, value and range.
@@ -51,6 +55,7 @@ class SamplingParams:
     n: int = 1
     logprobs: int | None = None  # number of top alternates; 0 = only the sampled token's
     prompt_logprobs: int | None = None
+    grammar: Grammar | None = None  # what the whole output must match
 
     def __post_init__(self) -> None:
         _check(0 <= self.max_tokens < 2**31, "max_tokens", self.max_tokens, "0 to 2147483647")
@@ -84,6 +89,11 @@ class SamplingParams:
         """Whether the most likely token is always taken (temperature 0, or top_p 0)."""
         return self.temperature < GREEDY_TEMPERATURE or self.top_p == 0.0
 
+    @property
+    def ends_at_eos(self) -> bool:
+        """Whether the model's end tokens end the text."""
+        return not self.ignore_eos or self.grammar is not None
+
 
 @dataclass(frozen=True, slots=True)
 class SpeculationParams:
@@ -95,12 +105,14 @@ class SpeculationParams:
         max_draft: the request's wish: most draft tokens a step may check for each of its
             sequences; the server's cap holds all the same.
         prediction: token ids the caller expects the answer to contain (Predicted Outputs).
+        trace: whether `Tokens` tell where each token came from.
     """
 
     enabled: bool | None = None
     drafter: str | None = None
     max_draft: int | None = None
     prediction: tuple[int, ...] = ()
+    trace: bool = False
 
     def __post_init__(self) -> None:
         if self.max_draft is not None:
@@ -175,6 +187,16 @@ class SequenceStats:
 
 
 @dataclass(frozen=True, slots=True)
+class DraftTrace:
+    """What one step's draft had to do with the tokens that the step brought."""
+
+    drafter: str
+    drafted: int  # draft tokens that the target checked
+    accepted: int  # so many of the tokens, the first ones, were drafted
+    refused: tuple[int, ...]  # draft tokens in whose place the target said something else
+
+
+@dataclass(frozen=True, slots=True)
 class Tokens:
     """Newly committed tokens of one choice, in order; never retracted."""
 
@@ -182,6 +204,7 @@ class Tokens:
     choice: int
     token_ids: tuple[int, ...]
     logprobs: tuple[TokenLogprobs, ...] | None = None
+    trace: DraftTrace | None = None  # if the request asked for it
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +241,24 @@ Event = Tokens | PromptLogprobs | Finished | Failed
 
 
 @dataclass(frozen=True, slots=True)
+class WeightsInfo:
+    """What a model's weights are kept in.
+
+    Attributes:
+        kinds: of its matrices, those with most bytes first: "bfloat16", or "Q4_1, Q8_0".
+        num_bytes: of all weights, those that layers share counted once.
+        bits: per weight, scales and all.
+    """
+
+    kinds: str = "unknown"
+    num_bytes: int = 0
+    bits: float = 0.0
+
+    def __str__(self) -> str:
+        return f"{self.kinds}: {self.bits:.1f} bits a weight, {self.num_bytes / 2**20:.0f} MiB"
+
+
+@dataclass(frozen=True, slots=True)
 class EngineInfo:
     """What a started engine is: shown in the banner, /v1/models, `doctor` and metrics."""
 
@@ -236,3 +277,6 @@ class EngineInfo:
     row_invariant: bool | None = None  # what the numerics self-test found; None = not run
     numerics: str = "not tested"  # the same in words
     checked: str = "not tested"  # what comparing the model with transformers' own has found
+    weights: WeightsInfo = WeightsInfo()
+    kv_dtype: str = "unknown"  # what keys and values are kept in
+    kv_bytes_per_token: int = 0

@@ -29,6 +29,10 @@ hypothesis.settings.register_profile(
 )
 hypothesis.settings.load_profile("suite")
 
+# Without a GPU its kernels are interpreted; Triton asks once, and others may import it first.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 _TURNS = pytest.StashKey[Turns]()
 
 

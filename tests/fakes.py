@@ -7,7 +7,7 @@ import functools
 import zlib
 from array import array
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -57,6 +57,7 @@ class FakeRunner:
     """
 
     min_rows = 1
+    branches = True
     device = torch.device("cpu")
 
     def __init__(self, num_pages: int, page_size: int) -> None:
@@ -72,27 +73,53 @@ class FakeRunner:
         for slot, token in zip(slots, tokens, strict=True):
             self._tokens[slot] = token
         starts, tables = batch.query_starts.tolist(), batch.page_tables.tolist()
-        where: dict[int, tuple[int, int]] = {}  # row -> sequence, position
-        for s, context in enumerate(batch.context_lengths.tolist()):
-            for row in range(starts[s], starts[s + 1]):
-                position = context - (starts[s + 1] - row)
-                page, offset = divmod(position, batch.page_size)
-                assert slots[row] == tables[s][page] * batch.page_size + offset
-                assert batch.positions[row] == position
-                where[row] = s, position
-        asked = [self._prefix(tables[s], p) for s, p in map(where.get, batch.logit_rows.tolist())]
+        where: dict[int, list[int]] = {}  # row -> slots of the prefix that it sees
+        for s, begin, stop, read, way in _ways(batch):
+            first = int(batch.context_lengths[s]) - (starts[s + 1] - starts[s]) - read
+            places = [*range(first), *(first + i for i in way)]
+            own = [
+                tables[s][p // batch.page_size] * batch.page_size + p % batch.page_size
+                for p in places
+            ]
+            for i in range(begin, stop):
+                row = starts[s] + way[i] - read
+                assert row not in where
+                assert slots[row] == own[first + i]
+                assert batch.positions[row] == first + i
+                where[row] = own[: first + i + 1]
+        assert len(where) == starts[-1]
+        asked = [self._prefix(where[row]) for row in batch.logit_rows.tolist()]
         logits = torch.stack(list(map(fake_logits, asked))) if asked else torch.empty(0, VOCAB)
         kept: dict[int, torch.Tensor] = {}
         if features:
-            prefixes = [self._prefix(tables[s], p) for s, p in where.values()]
+            prefixes = [self._prefix(where[row]) for row in range(starts[-1])]
             kept = {i: torch.stack([fake_features(i, p) for p in prefixes]) for i in features}
         return Pass(logits, end(), kept)
 
-    def _prefix(self, pages: list[int], position: int) -> list[int]:
-        size = self.store.page_size
-        prefix = [self._tokens[pages[i // size] * size + i % size] for i in range(position + 1)]
+    def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """See `TreeRunner.move`."""
+        for source, target in zip(sources.tolist(), targets.tolist(), strict=True):
+            self._tokens[target] = self._tokens[source]
+
+    def _prefix(self, slots: list[int]) -> list[int]:
+        prefix = [self._tokens[slot] for slot in slots]
         assert min(prefix) >= 0, "attends to a slot that was never written"
         return prefix
+
+
+def _ways(batch: Batch) -> Iterator[tuple[int, int, int, int, list[int]]]:
+    """Sequence, first and end of a branch's own tokens, tokens that were read before, and all
+    query tokens on its way."""
+    starts = batch.query_starts.tolist()
+    if batch.branches is None or batch.paths is None:
+        for s in range(len(starts) - 1):
+            count = starts[s + 1] - starts[s]
+            yield s, 0, count, 0, list(range(count))
+        return
+    paths = batch.paths.tolist()
+    for s, begin, end, fed, read, path in batch.branches.tolist():
+        way = list(range(end)) if path < 0 else [*range(fed), *paths[path : path + end - fed]]
+        yield s, begin, end, read, way
 
 
 class Around:
@@ -101,11 +128,16 @@ class Around:
     def __init__(self, runner: Any) -> None:
         self.inner = runner
         self.store, self.device, self.min_rows = runner.store, runner.device, runner.min_rows
+        self.branches = runner.branches
 
     def forward(self, batch: Batch, features: tuple[int, ...] = ()) -> Pass:
         """See `Runner.forward`."""
         passed: Pass = self.inner.forward(batch, features)
         return dataclasses.replace(passed, logits=self.change(batch, passed.logits.clone()))
+
+    def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """See `TreeRunner.move`."""
+        self.inner.move(sources, targets)
 
     def change(self, _batch: Batch, logits: torch.Tensor, /) -> torch.Tensor:
         """The logits that are handed on; `logits` are its own to change."""
@@ -163,6 +195,7 @@ class Setup:
     store: int = 0  # bytes of past answers for "lookup"
     mode: str = "fixed"
     max_draft: int = 4
+    max_nodes: int = 0
     page_size: int = 4
     num_pages: int = 256
     prefix_reuse: bool = True
@@ -207,6 +240,7 @@ def make_engine(setup: Setup = Setup(), **changes: Any) -> BuiltEngine:
         max_model_len=loaded.max_model_len,
         default_drafters=names,
         max_draft=setup.max_draft,
+        max_nodes=setup.max_nodes,
     )
     rules = dataclasses.replace(built.rules, drafters=tuple(drafters) or built.rules.drafters)
     return dataclasses.replace(built, engine=engine, rules=rules)
@@ -229,6 +263,7 @@ def make_config(setup: Setup = Setup(), *drafters: str) -> EngineConfig:
             drafters=drafters or ("none",),
             lookup_store_bytes=setup.store,
             max_draft=setup.max_draft,
+            max_nodes=setup.max_nodes,
         ),
         threads=1,
     )

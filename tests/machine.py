@@ -12,11 +12,14 @@ class Machine:
 
     base: float = 6.0
     row: float = 0.3
+    head: float = 0.1
     sequence: float = 0.05
     read: float = 0.0005
     pair: float = 0.0005
 
-    def seconds(self, rows: int, sequences: int, context: int, attention: int) -> float:
+    def seconds(
+        self, rows: int, sequences: int, context: int, attention: int, silent: int = 0
+    ) -> float:
         """See `engine.budget.PassCost`."""
-        grown = self.row * rows + self.sequence * sequences
+        grown = self.row * rows + self.head * (rows - silent) + self.sequence * sequences
         return 1e-3 * (self.base + grown + self.read * context + self.pair * attention)

@@ -19,6 +19,7 @@ SLOW_MARKS = frozenset({"process", "smollm2", "simulation", "slow", "gpu"})
 PLACES = {
     "tests/end_to_end": "process",
     "tests/lossless": "slow",
+    "tests/model/cuda": "slow",
     "tests/sampling/test_keyed_verify.py": "slow",
     "tests/server/test_fuzz.py": "slow",
     "tests/tools": "slow",

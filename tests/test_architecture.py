@@ -17,7 +17,7 @@ PACKAGES = ("engine", "server", "loadtest", "training")
 
 #: Lowest first. A module imports its own layer's package, or what is in a layer below.
 LAYERS = (
-    {"engine.errors", "engine.model.paths"},
+    {"engine.errors", "engine.grammar", "engine.model.paths", "engine.tree"},
     {"engine.types", "engine.config", "engine.stats"},
     {"engine.cache", "engine.sampling"},
     {"engine.sequence", "engine.rules", "engine.admission", "engine.flight", "engine.verification"}
@@ -28,7 +28,7 @@ LAYERS = (
     {"engine.draft"},
     {"engine.load", "engine.control.calibration", "engine.judge", "engine.statistics"}
     | {"engine.step_view"},
-    {"engine.control.costs", "engine.sweep", "engine.commit"},
+    {"engine.control.costs", "engine.sweep", "engine.commit", "engine.move"},
     {"engine.meter"},
     {"engine.control"},
     {"engine.status"},
@@ -45,6 +45,7 @@ SERVER_MAY = {
     "engine.stats",
     "engine.config",
     "engine.errors",
+    "engine.grammar",
     "engine.async_engine",
 }
 #: ... and what single parts of it need besides: modules that are light, or imported on demand.
@@ -67,12 +68,14 @@ WITHOUT_TORCH = (
     "engine.draft.automaton",
     "engine.draft.drafter",
     "engine.draft.entry",
+    "engine.draft.grammar",
     "engine.draft.lookup",
     "engine.draft.portfolio",
     "engine.draft.prediction",
     "engine.draft.registry",
     "engine.draft.tree",
     "engine.errors",
+    "engine.grammar",
     "engine.laps",
     "engine.idle",
     "engine.model.paths",
@@ -83,6 +86,7 @@ WITHOUT_TORCH = (
     "engine.statistics",
     "engine.stats",
     "engine.step_view",
+    "engine.tree",
     "engine.types",
 )
 
@@ -291,6 +295,8 @@ def argument_counts(path: Path) -> dict[str, int]:
     """Parameters of each function, not counting self and cls."""
     counts = {}
     for name, node in functions(path):
+        if any("triton.jit" in ast.unparse(decorator) for decorator in node.decorator_list):
+            continue  # all that a kernel knows are its parameters
         every = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
         counts[name] = sum(a.arg not in ("self", "cls") for a in every)
     return counts

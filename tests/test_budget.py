@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.budget import PassCost
 from engine.cache.pages import TARGET
 from engine.control.calibration import ASSUMED, Calibration
 from engine.control.costs import VerifyCost
@@ -26,10 +27,11 @@ def seconds_of(plan: StepPlan, *, plain: bool = False) -> float:
         if not plain or (p.samples and p.num_feed == 1 and p.sequence.num_generated)
     ]
     rows, read = sum(n for n, _ in parts), sum(context for _, context in parts)
-    return Machine().seconds(rows, len(parts), read, sum(n * context for n, context in parts))
+    pairs, loud = sum(n * context for n, context in parts), sum(p.samples for p in plan.scheduled)
+    return Machine().seconds(rows, len(parts), read, pairs, max(0, rows - loud))
 
 
-def desk_with(cost: Machine | None, **changes: int | float) -> Desk:
+def desk_with(cost: PassCost | None, **changes: int | float) -> Desk:
     sizes: dict[str, int | float] = {"num_pages": 300, "page_size": 128, "budget": 512, "most": 64}
     return Desk(**(sizes | changes), cost=cost)  # type: ignore[arg-type]
 
@@ -98,19 +100,80 @@ def test_unmeasured_passes_are_bounded_in_tokens() -> None:
 
     for cost in (None, Unknown()):
         for stretch, fed in ((1.0, 1), (2.0, 33), (3.0, 66)):
-            desk = desk_with(cost, stretch=stretch)  # type: ignore[arg-type]
+            desk = desk_with(cost, stretch=stretch)
             start(desk, desk.add(20, max_tokens=100))
             desk.add(6500)
             assert desk.step().scheduled[1].num_feed == fed
 
 
-def test_a_calibration_bounds_steps_if_it_got_far_enough() -> None:
-    """A busy machine may not get beyond a few rows in its time, and what follows is a guess."""
+def test_a_calibration_bounds_steps_and_an_assumption_does_not() -> None:
     full = VerifyCost(Calibration(((1, 0.01), (32, 0.02), (64, 0.04)), 1e-3, 1e-6, 1e-7), 64)
     assert full.seconds(16, 2, 1000, 5000) == pytest.approx(0.01 * (1 + 15 / 31) + 3.5e-3)
-    short = Calibration(((1, 0.2), (2, 0.4), (4, 0.7)), 0, 0, 0)
-    assert VerifyCost(short, 64).seconds(2, 1, 9, 9) is None
     assert VerifyCost(ASSUMED, 64).seconds(2, 1, 9, 9) is None
+
+
+def test_rows_of_a_prompt_are_priced_without_the_logits_that_they_are_not_given() -> None:
+    """With a large vocabulary most of a draft token's price is its logits, and a prompt would be
+    read at a fraction of the speed that it may be read at."""
+    silent = ((1, 0.01), (64, 0.02), (256, 0.06))
+    for prompt, expected in (((), 63), (silent, 111)):
+        calibration = Calibration(((1, 0.01), (64, 0.03), (256, 0.11)), 0, 0, 0, prompt=prompt)
+        desk = desk_with(VerifyCost(calibration, 512), stretch=3.0)
+        start(desk, desk.add(20, max_tokens=8000))
+        (long,) = desk.add(6500)
+        fed = [p.num_feed for p in desk.step().scheduled if p.sequence is long]
+        assert calibration.prompt_seconds(1 + expected) == pytest.approx(0.03)  # three times 0.01
+        assert fed[0] == pytest.approx(expected, abs=1)
+
+
+def test_streams_that_draft_leave_a_prompt_the_same_share_of_the_time() -> None:
+    """A step with drafts takes longer, and brings more tokens: both halves of it grow."""
+    fed = {}
+    machine = Machine(read=0.0, pair=0.0)
+    for drafts in (0, 8):
+        desk = desk_with(machine, stretch=2.0)
+        streams = [desk.add(20, max_tokens=8000, max_draft=drafts)[0] for _ in range(4)]
+        start(desk, streams)
+        (long,) = desk.add(6500)
+        for stream in streams:
+            stream.last_draft = drafts
+        [fed[drafts]] = [p.num_feed for p in desk.step().scheduled if p.sequence is long]
+    plain, drafting = machine.seconds(4, 4, 0, 0), machine.seconds(36, 4, 0, 0)
+    assert fed[8] / fed[0] == pytest.approx(drafting / plain, rel=0.1)
+
+
+def first_tokens(drafts: int, accepted: int) -> tuple[float, float]:
+    """Eight clients that ask again as soon as they are answered: mean seconds until the first
+    token, and requests a second."""
+    machine = Machine(read=1e-5, pair=1e-5)
+    desk, now, dice = desk_with(machine, num_pages=2000, page_size=16), 0.0, random.Random(1)
+    asked: dict[Sequence, float] = {}
+    waited: dict[Sequence, float] = {}
+    while len(waited) < 120:
+        while len(desk.scheduler.running) + len(desk.scheduler.waiting) < 8:
+            lengths = dice.randint(75, 225), dice.randint(50, 150)
+            asked[desk.add(lengths[0], max_tokens=lengths[1], max_draft=drafts)[0]] = now
+        plan = desk.scheduler.plan()
+        parts = [
+            (p.num_feed + p.max_draft, p.sequence.table.num_cached[TARGET] + p.num_feed)
+            for p in plan.scheduled
+        ]
+        rows, loud = sum(n for n, _ in parts), sum(p.samples + p.max_draft for p in plan.scheduled)
+        read, pairs = sum(context for _, context in parts), sum(n * context for n, context in parts)
+        now += machine.seconds(rows, len(parts), read, pairs, rows - loud)
+        desk.finish(plan, accepted)
+        for sequence in served(plan):
+            if sequence.num_generated:
+                waited.setdefault(sequence, now - asked[sequence])
+    return sum(waited.values()) / len(waited), len(waited) / now
+
+
+def test_with_speculation_first_tokens_hardly_come_later() -> None:
+    """They wait for longer steps; but prompts must not starve where answers are quick, and new
+    ones therefore come sooner."""
+    (plain, throughput), (drafting, more) = first_tokens(0, 0), first_tokens(4, 3)
+    assert more > 1.3 * throughput
+    assert drafting < 1.6 * plain
 
 
 # -- prompts beside prompts ------------------------------------------------------------------
@@ -218,7 +281,7 @@ def test_equal_beginnings_are_computed_once_though_all_are_admitted_at_once() ->
 @given(seed=st.integers(0, 2**32), streams=st.integers(0, 4), stretch=st.sampled_from([1, 2, 4]))
 def test_everybody_is_served_whatever_a_pass_costs(seed: int, streams: int, stretch: int) -> None:
     dice = random.Random(seed)
-    machine = Machine(*(dice.choice([0.0, 0.1, 10.0]) for _ in range(5)))
+    machine = Machine(*(dice.choice([0.0, 0.1, 10.0]) for _ in range(6)))
     desk = desk_with(machine, num_pages=120, page_size=4, budget=40, most=6, stretch=stretch)
     everyone: list[Sequence] = []
     for _ in range(streams):

@@ -43,7 +43,8 @@ class Priced:
         starts, contexts = batch.query_starts.tolist(), batch.context_lengths.tolist()
         rows = [b - a for a, b in itertools.pairwise(starts)]
         pairs = sum(n * context for n, context in zip(rows, contexts, strict=True))
-        self.clock.now += self.machine.seconds(sum(rows), len(rows), sum(contexts), pairs)
+        silent = sum(rows) - batch.num_logits
+        self.clock.now += self.machine.seconds(sum(rows), len(rows), sum(contexts), pairs, silent)
         return self.inner.forward(batch, features)
 
 

@@ -19,6 +19,7 @@ from engine.cache.pages import PagePool
 from engine.calibrate import PassTimer, load_calibration
 from engine.config import EngineConfig, ModelConfig, SpeculationConfig
 from engine.control.calibration import Calibration
+from engine.control.costs import VerifyCost
 from engine.draft.entry import PagedModel
 from engine.errors import ConfigurationError
 from engine.load import Load
@@ -36,8 +37,9 @@ PAGES, PAGE_SIZE = 24, 4
 class Recorder(FakeRunner):
     """Notes the pages that every pass may read."""
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float = 1e-4) -> None:
         super().__init__(PAGES, PAGE_SIZE)
+        self.seconds = seconds
         self.contexts: list[list[int]] = []
         self.pages: list[set[int]] = []
 
@@ -46,7 +48,7 @@ class Recorder(FakeRunner):
         self.contexts.append(batch.context_lengths.tolist())
         self.pages.append(set(batch.page_tables.flatten().tolist()))
         assert batch.positions.max() < batch.page_tables.shape[1] * PAGE_SIZE
-        return Pass(torch.zeros(batch.num_logits, 1), lambda: 1e-4)
+        return Pass(torch.zeros(batch.num_logits, 1), lambda: self.seconds)
 
 
 @pytest.fixture
@@ -89,6 +91,19 @@ def test_what_is_cached_counts_for_the_same_code_only(
     monkeypatch.setattr(calibrate, "passes_version", lambda: "of other kernels")
     assert load() > 3
     assert max(max(contexts) for contexts in runner.contexts) <= longest
+
+
+def test_a_calibration_that_ran_out_of_time_is_made_again_at_the_next_start(
+    pool: PagePool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a machine that was busy at one start told is not believed for ever; yet it is known
+    what a prompt costs meanwhile."""
+    monkeypatch.setenv("SPECSERVE_HOME", str(tmp_path))
+    for seconds, kept in ((2.0, 0), (1e-4, 1)):
+        made = load_calibration("m", "float32", Recorder(seconds), pool, most_rows=64, longest=90)
+        assert made.whole is bool(kept)
+        assert VerifyCost(made, 512).seconds(40, 1, 40, 1600, 39) is not None
+        assert len(list(tmp_path.glob("calibration/*"))) == kept
 
 
 @pytest.mark.parametrize(

@@ -92,6 +92,18 @@ def test_accepted_counts_stop_at_the_end_of_the_text() -> None:
     assert stats.accepted_tokens <= stats.generated_tokens
 
 
+def test_a_sequence_knows_how_much_was_drafted_in_its_last_step() -> None:
+    """The next step counts it to what the sequence takes without anybody's prompt."""
+    built = make_engine(drafter=ScriptedDrafter(follow(ANSWERS)), max_draft=4)
+    going, seen = Run(built, [ask("r", PROMPT, 12, ignore_eos=True)]), []
+    while built.engine.has_work:
+        running = list(built.engine.parts.scheduler.running)
+        going.step()
+        seen += [s.last_draft for s in running]
+        assert all(s.last_draft == sum(going.stats[-1].drafted_by_position) for s in running)
+    assert len(set(seen)) >= 2
+
+
 def test_end_of_text_on_the_last_token_is_a_stop() -> None:
     """End of text and max_tokens at once: the token decides."""
     drafter = ScriptedDrafter(follow(ANSWERS))

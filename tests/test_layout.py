@@ -51,7 +51,7 @@ def test_layout_and_batch_agree(seed: int) -> None:
         for i in range(table.num_cached[TARGET]):
             slot = table.pages[i // PAGE_SIZE] * PAGE_SIZE + i % PAGE_SIZE
             runner._tokens[slot] = part.sequence.tokens[i]
-    layout = lay_out(StepPlan(parts, 0, 0, 0), drafts)
+    layout = lay_out(StepPlan(parts, 0, 0, 0), drafts, ["lookup"] * len(parts))
     batch = build_batch(layout.spans(), PAGE_SIZE, PAGES, min_rows=1)
     passed = runner.forward(batch, (1,))
     assert (layout.num_rows, layout.num_logits) == (batch.input_ids.numel(), batch.num_logits)
@@ -94,7 +94,7 @@ def test_a_layout_outlives_the_commit() -> None:
     pool = PagePool(PAGES, PAGE_SIZE)
     sequence = make_sequence(pool, random.Random(1), None, 3)
     part = ScheduledSequence(sequence, sequence.num_uncached, True, 2)
-    layout = lay_out(StepPlan((part,), 0, 0, 0), [[5, 6]])
+    layout = lay_out(StepPlan((part,), 0, 0, 0), [[5, 6]], ["lookup"])
     before = layout.sequences[0].position, layout.sequences[0].rows, layout.num_logits
     sequence.append([5, 9])
     sequence.table.num_cached[TARGET] = len(sequence.tokens) - 1

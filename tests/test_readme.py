@@ -18,6 +18,7 @@ from loadtest.arguments import make_parser as loadtest_parser
 from loadtest.options import parse as parse_loadtest
 from server.cli.parser import make_parser
 from tests.end_to_end.serving import PATIENCE, Server, serving_tiny
+from tests.forks import Forked
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text("utf-8")
@@ -84,6 +85,13 @@ def run(command: list[str], **environment: str) -> str:
     return done.stdout
 
 
+def run_specserve(arguments: list[str], log: Path, **environment: str) -> str:
+    """What the command writes; it must succeed."""
+    process = Forked(arguments, os.environ | environment, log)
+    assert process.wait(PATIENCE) == 0, log.read_text()
+    return log.read_text()
+
+
 # -- what the README says ------------------------------------------------------------------
 
 
@@ -135,7 +143,7 @@ def test_fields_of_a_request(server: Server, line: str) -> None:
 @pytest.mark.parametrize(
     "command", [c for c in commands(README, "bash") if c.startswith("specserve")]
 )
-def test_specserve(server: Server, command: str) -> None:
+def test_specserve(server: Server, command: str, tmp_path: Path) -> None:
     """With the tiny model, unless the command only shows settings or looks around."""
     arguments = shlex.split(command)[1:]
     assert arguments[0] != "serve" or "--print-config" in arguments
@@ -143,7 +151,7 @@ def test_specserve(server: Server, command: str) -> None:
         [model] = server.log.parent.glob("*.gguf")
         arguments += ["--model", str(model), "--threads", "1"]
     home = {"SPECSERVE_HOME": str(server.log.parent)} if "--model" in arguments else {}
-    assert run([sys.executable, "-m", "server.cli", *arguments], **home)
+    assert run_specserve(arguments, tmp_path / "log", **home)
 
 
 def test_commands() -> None:
@@ -152,8 +160,8 @@ def test_commands() -> None:
     assert named == set(SPECSERVE)
 
 
-def test_defaults_in_the_table_of_flags() -> None:
-    shown = run([sys.executable, "-m", "server.cli", "serve", "--print-config"])
+def test_defaults_in_the_table_of_flags(tmp_path: Path) -> None:
+    shown = run_specserve(["serve", "--print-config"], tmp_path / "log")
     rows = re.findall(r"^\| (`--.*?`) \| (.*?) \|", README, re.MULTILINE)
     assert len(rows) > 5
     for flags, defaults in rows:

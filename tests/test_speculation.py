@@ -18,7 +18,7 @@ from engine.errors import EngineUnavailable, RequestFailed
 from engine.meter.meter import Meter
 from engine.stats import SpeculationReport, StepStats
 from engine.status import describe, report
-from engine.types import SpeculationParams
+from engine.types import DraftTrace, SpeculationParams, Tokens
 from server.api.speculation import SpeculationStatus
 from tests.drafters import ScriptedDrafter
 from tests.fakes import Run, ask, make_engine, run
@@ -56,7 +56,7 @@ def test_every_mode_is_told(mode: str, drafter: str) -> None:
     told = built.engine.speculation()
     check(told)
     assert told["mode"] == mode
-    assert told["drafters"] == ([] if drafter == "none" else ["lookup"])
+    assert told["drafters"] == ([] if drafter == "none" else ["lookup", "grammar"])
     assert set(told["choices"]) == set(told["drafters"])
     assert told["steps"] > fresh["steps"]
     rows = {row["why"] for table in told["choices"].values() for row in table}
@@ -268,6 +268,38 @@ def test_neighbours_keep_to_their_own_wishes() -> None:
         assert done.answers[name].tokens == truth.answers["r"].tokens
         [drafted] = [c.end.stats.draft_tokens for c in done.answers[name].choices.values() if c.end]
         assert (drafted > 0) == (most[name] > 0)
+
+
+def test_tokens_tell_whose_they_are_if_asked() -> None:
+    """Of each step's tokens the first are the draft's, as far as it was kept."""
+
+    def told(
+        drafts: Callable[[Any, int], list[int]], trace: bool, tokens: int = 12
+    ) -> list[Tokens]:
+        built = make_engine(drafter=ScriptedDrafter(drafts), mode="fixed", max_draft=3)
+        wish = SpeculationParams(trace=trace)
+        going, events = Run(built, [ask("r", (3, 5, 3), tokens, wish, ignore_eos=True)]), []
+        while built.engine.has_work:
+            events += [event for event in going.step() if isinstance(event, Tokens)]
+        return events
+
+    plain = told(lambda *_: [], trace=False, tokens=16)
+    truth = [token for event in plain for token in event.token_ids]
+    assert all(event.trace is None for event in plain)
+
+    def draft(sequence: Any, length: int) -> list[int]:
+        """Two that are right, and one that is not."""
+        right = truth[len(sequence.tokens) - sequence.prompt_length :][:2]
+        return [*right, (truth[sequence.num_generated + 2] + 1) % VOCAB][:length]
+
+    events = told(draft, trace=True)
+    assert [token for event in events for token in event.token_ids] == truth[:12]
+    whole = [DraftTrace("scripted", 3, 2, ((truth[at + 2] + 1) % VOCAB,)) for at in (1, 4, 7)]
+    assert [event.trace for event in events[1:4]] == whole
+    assert events[0].trace is not None
+    assert events[0].trace.drafted == 0  # the prompt's step
+    # The answer ends at its twelfth token, a draft's: nothing was refused.
+    assert events[4].trace == DraftTrace("scripted", 1, 1, ())
 
 
 def test_a_server_that_is_off_stays_off_for_a_request_that_wants_drafts() -> None:

@@ -61,7 +61,7 @@ def write_gguf(
     writer.add_layer_norm_rms_eps(1e-5)
     writer.add_rope_dimension_count(HEAD_SIZE)
     writer.add_rope_freq_base(10000.0)
-    tokens = _write_tokenizer(writer, splitting, weights.more_tokens)
+    tokens = write_tokenizer(writer, splitting, weights.more_tokens)
     _write_weights(writer, tokens, weights)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -70,7 +70,8 @@ def write_gguf(
     return path
 
 
-def _write_tokenizer(writer: gguf.GGUFWriter, splitting: str, more: int) -> int:
+def write_tokenizer(writer: gguf.GGUFWriter, splitting: str = "smollm", more: int = 0) -> int:
+    """Writes the vocabulary, and returns how many tokens it has."""
     tokens = [*SPECIALS, *bytes_to_unicode().values(), *(m.replace(" ", "") for m in MERGES)]
     tokens += [f"more{i}" for i in range(more)]
     writer.add_vocab_size(len(tokens))

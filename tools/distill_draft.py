@@ -45,12 +45,12 @@ from rich.progress import (
     TextColumn,
     TimeElapsedColumn,
 )
-from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
 from engine.errors import EngineError
 from engine.model.pairing import check_pair
 from engine.model.sources import DEFAULT_SOURCE, resolve
+from engine.model.weights import read_model
 from tools.distillation.agreement import Agreement
 from tools.distillation.options import Options
 from tools.distillation.training import Lesson, make_student
@@ -110,14 +110,8 @@ def split(texts: list[Text], seed: int) -> tuple[list[int], list[int]]:
 
 def load_target(directory: Path) -> Any:
     """The target, in bfloat16 and unable to learn."""
-    target = AutoModelForCausalLM.from_pretrained(
-        directory,
-        dtype=torch.bfloat16,
-        attn_implementation="sdpa",
-        use_safetensors=True,
-        local_files_only=True,
-        trust_remote_code=False,
-    )
+    target = read_model(directory, torch.bfloat16)
+    target.set_attn_implementation("sdpa")
     if target.config.model_type != "llama":
         sys.exit(
             f"{directory} is a {target.config.model_type} model; only llama is distilled here."

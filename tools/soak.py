@@ -29,7 +29,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -279,24 +279,54 @@ class Soak:
         samples.append(last)
 
 
-def serve_and_soak(seconds: float, rate: float, seed: int, flags: list[str]) -> Findings:
-    """Starts a server, soaks it, and stops it."""
+@dataclass
+class Served:
+    """A server that runs.
+
+    Attributes:
+        url: without ``/v1``.
+        log: all that it has written so far.
+    """
+
+    url: str
+    process: subprocess.Popen[bytes]
+    log: Callable[[], str]
+
+
+@contextlib.contextmanager
+def serving(flags: list[str]) -> Iterator[Served]:
+    """A server with these flags of ``specserve serve``, which is killed in the end.
+
+    Raises:
+        SystemExit: it does not start; with all that it wrote.
+    """
     command = [sys.executable, "-m", "server.cli", "serve", "--port", "0", *flags]
-    with tempfile.TemporaryFile("w+") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log)
+    with tempfile.TemporaryFile("w+") as file:
+
+        def log() -> str:
+            return _so_far(file.fileno())
+
+        process = subprocess.Popen(command, stdout=file, stderr=file)
         try:
-            while not (found := re.search(r"URL +(http://\S+)/v1", _so_far(log.fileno()))):
+            while not (found := re.search(r"URL +(http://\S+)/v1", log())):
                 if process.poll() is not None:
-                    sys.exit(_so_far(log.fileno()))
+                    sys.exit(log())
                 time.sleep(0.1)
-            soak = Soak(found[1], process.pid, rate=rate, seed=seed)
-            findings = asyncio.run(soak.run(seconds))
-            process.send_signal(signal.SIGTERM)
-            if (code := process.wait(PATIENCE)) != 0:
-                findings.problems.append(f"the server ended with code {code}")
+            yield Served(found[1], process, log)
         finally:
             process.kill()
-        if "Traceback" in _so_far(log.fileno()):
+            process.wait()
+
+
+def serve_and_soak(seconds: float, rate: float, seed: int, flags: list[str]) -> Findings:
+    """Starts a server, soaks it, and stops it."""
+    with serving(flags) as server:
+        soak = Soak(server.url, server.process.pid, rate=rate, seed=seed)
+        findings = asyncio.run(soak.run(seconds))
+        server.process.send_signal(signal.SIGTERM)
+        if (code := server.process.wait(PATIENCE)) != 0:
+            findings.problems.append(f"the server ended with code {code}")
+        if "Traceback" in server.log():
             findings.problems.append("there is a traceback in the log")
     return findings
 

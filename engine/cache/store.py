@@ -97,3 +97,10 @@ class KVStore:
         """Stores the keys and values [T, G, D] of one layer at `slots` [T]."""
         self.keys[layer].index_copy_(0, slots, keys)
         self.values[layer].index_copy_(0, slots, values)
+
+    def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Moves the keys and values of all layers from slots [N] to others [N], for attention
+        that lays tokens one after the other, as `write` does."""
+        for part in (self.keys, self.values):
+            for layer in part:
+                layer.index_copy_(0, targets, layer[sources])

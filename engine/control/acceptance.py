@@ -5,6 +5,10 @@ Tokens after the first refusal were never judged and count neither way (the data
 draft that is cut by the end of the sequence refuses nothing. Counts of one sequence are few, so
 they are shrunk to the pool: the same counts over all sequences, by drafter and bucket.
 
+Acceptance means that of a draft's first token. How it falls with depth (that of heads does) is a
+property of the drafter: a factor for each depth, by which the tokens that were judged there are
+weighed. It never rises: who gets far does so with texts that are easier than was known.
+
 A *bucket* is what a drafter knows before it drafts, such as the length of the match it would
 continue; drafters that know nothing always use bucket 0.
 """
@@ -13,6 +17,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+import numpy as np
+
+from engine.control.costs import Floats
 from engine.draft.drafter import Verdict
 from engine.sequence import Sequence
 
@@ -34,18 +41,23 @@ _LOST_PATIENCE = 0.9
 _TRUST_GAIN = 0.01
 _TRUST = (0.4, 0.5)
 
+#: What evidence on a depth counts after one more token was judged there, and how many of them are
+#: needed to believe it half: until then it is taken to be like the depth before.
+_DEPTH_KEEP = 0.998
+_DEPTH_PRIOR = 40.0
+
 #: Before anything is known: optimistic enough to try, soon overruled.
 _ASSUMED = (2.4, 4.0)
 
 
 @dataclass(slots=True)
 class _Counts:
-    """Draft tokens, decayed."""
+    """Draft tokens, decayed; those judged are weighed by depth."""
 
     kept: float = 0.0
     judged: float = 0.0
 
-    def add(self, kept: int, judged: int, keep: float) -> None:
+    def add(self, kept: int, judged: float, keep: float) -> None:
         """Takes in a draft; what is known counts `keep` for each judged token."""
         decay = keep**judged
         self.kept = self.kept * decay + kept
@@ -54,34 +66,57 @@ class _Counts:
 
 @dataclass(slots=True)
 class _Pool:
-    """All sequences of one drafter: altogether and by bucket."""
+    """All sequences of one drafter: altogether, by bucket and by depth.
+
+    Attributes:
+        trust: from 0 to 1, how much of a sequence's difference from the pool to believe. It is the
+            slope of outcomes over that difference; where all sequences are alike, their estimates
+            differ by chance alone, and planning would prefer the lucky ones.
+    """
 
     total: _Counts = field(default_factory=lambda: _Counts(*_ASSUMED))
+    trust: float = _TRUST[0] / _TRUST[1]
     products: float = _TRUST[0]
     squares: float = _TRUST[1]
     buckets: dict[int, _Counts] = field(default_factory=dict)
     estimates: dict[int, float] = field(default_factory=dict)
+    depths: list[_Counts] = field(default_factory=list)  # from the second token on
 
-    @property
-    def trust(self) -> float:
-        """From 0 to 1: how much of a sequence's difference from the pool to believe. It is the
-        slope of outcomes over that difference; where all sequences are alike, their estimates
-        differ by chance alone, and planning would prefer the lucky ones."""
-        return min(max(self.products / self.squares, 0.0), 1.0)
+    def factors(self) -> list[float]:
+        """Acceptance by depth, as multiples of that of the first token."""
+        factors = [1.0]
+        for counts in self.depths:
+            factors.append(_next_factor(counts, factors[-1]))
+        return factors
 
-    def regress(self, difference: float, kept: int, judged: int, expected: float) -> None:
+    def learn_depths(self, kept: int, judged: int, acceptance: float) -> float:
+        """Takes in a draft that was expected to have this acceptance at every depth.
+
+        Returns:
+            its judged tokens, each weighed by the factor of its depth.
+        """
+        self.depths += [_Counts() for _ in range(len(self.depths) + 1, judged)]
+        factor = weight = 1.0
+        for depth, counts in enumerate(self.depths[: judged - 1], 1):
+            factor = _next_factor(counts, factor)
+            weight += factor
+            counts.add(depth < kept, acceptance, _DEPTH_KEEP)
+        return weight
+
+    def regress(self, difference: float, kept: int, judged: float, expected: float) -> None:
         """Takes in an outcome that a sequence's difference should have foretold."""
         self.products += _TRUST_GAIN * (_TRUST[0] - self.products)
         self.squares += _TRUST_GAIN * (_TRUST[1] - self.squares)
         self.products += difference * (kept - expected * judged)
         self.squares += difference * difference * judged
+        self.trust = min(max(self.products / self.squares, 0.0), 1.0)
 
     @property
     def overall(self) -> float:
         """Acceptance over all buckets."""
-        return self.total.kept / self.total.judged
+        return min(self.total.kept / self.total.judged, 1.0)
 
-    def learn(self, bucket: int, kept: int, judged: int) -> None:
+    def learn(self, bucket: int, kept: int, judged: float) -> None:
         """Takes in a draft."""
         self.total.add(kept, judged, _POOL_KEEP)
         own = self.buckets.setdefault(bucket, _Counts())
@@ -102,8 +137,13 @@ def _shrunk(counts: _Counts, expected: float, weight: float) -> float:
     return (counts.kept + weight * expected) / (counts.judged + weight)
 
 
+def _next_factor(counts: _Counts, before: float) -> float:
+    """A depth's factor, from that of the depth before."""
+    return min(before, _shrunk(counts, before, _DEPTH_PRIOR))
+
+
 class AcceptanceModel:
-    """Acceptance of the next draft token if all before it are accepted.
+    """Acceptance of the first draft token, and by depth.
 
     Memory is bounded by the sequences that are alive at once: `release` forgets.
     """
@@ -118,7 +158,7 @@ class AcceptanceModel:
         return len(self._own)
 
     def estimate(self, sequence: Sequence, drafter: str, bucket: int) -> float:
-        """The probability that a draft token is accepted."""
+        """The probability that the first draft token is accepted."""
         pool = self._pools.get(drafter)
         if pool is None:
             return self.typical(drafter)
@@ -128,26 +168,35 @@ class AcceptanceModel:
         own = self._own.get((sequence, drafter))
         if own is None:
             return expected
-        if bucket in own.buckets:
-            difference = _shrunk(own.buckets[bucket], expected, _PRIOR) - expected
-            expected += pool.trust * difference
-        return expected * _LOST_PATIENCE ** max(0, own.refusals - _PATIENCE)
+        counts = own.buckets.get(bucket)
+        if counts is not None:
+            expected += pool.trust * (_shrunk(counts, expected, _PRIOR) - expected)
+        if own.refusals > _PATIENCE:
+            expected *= _LOST_PATIENCE ** (own.refusals - _PATIENCE)
+        return min(expected, 1.0)
+
+    def by_depth(self, drafter: str, depth: int) -> Floats:
+        """Acceptance at depths 1 to `depth`, each if all tokens before it are accepted, as
+        multiples of that of the first token; never rising."""
+        factors = self._pools[drafter].factors()[:depth] if drafter in self._pools else [1.0]
+        return np.array(factors + factors[-1:] * (depth - len(factors)))
 
     def learn(self, sequence: Sequence, drafter: str, bucket: int, verdict: Verdict) -> None:
         """Takes in what became of a draft."""
         kept = verdict.accepted
         # What follows the accepted tokens was refused, unless the sequence ended with them.
         refused = kept < verdict.drafted and len(verdict.emitted) > kept
-        judged = kept + refused
-        if judged:
-            pool = self._pools.setdefault(drafter, _Pool())
-            own = self._own.setdefault((sequence, drafter), _Own())
-            own.refusals = 0 if kept else own.refusals + 1
-            counts = own.buckets.setdefault(bucket, _Counts())
-            expected = pool.estimates.get(bucket, pool.overall)
-            pool.regress(_shrunk(counts, expected, _PRIOR) - expected, kept, judged, expected)
-            pool.learn(bucket, kept, judged)
-            counts.add(kept, judged, _KEEP)
+        if not kept + refused:
+            return
+        pool = self._pools.setdefault(drafter, _Pool())
+        own = self._own.setdefault((sequence, drafter), _Own())
+        own.refusals = 0 if kept else own.refusals + 1
+        judged = pool.learn_depths(kept, kept + refused, self.estimate(sequence, drafter, bucket))
+        counts = own.buckets.setdefault(bucket, _Counts())
+        expected = pool.estimates.get(bucket, pool.overall)
+        pool.regress(_shrunk(counts, expected, _PRIOR) - expected, kept, judged, expected)
+        pool.learn(bucket, kept, judged)
+        counts.add(kept, judged, _KEEP)
 
     def release(self, sequence: Sequence) -> None:
         """Forgets a sequence."""
@@ -159,13 +208,14 @@ class AcceptanceModel:
         return (self._pools.get(drafter) or _Pool()).overall
 
     def describe(self) -> dict[str, dict[str, object]]:
-        """By drafter: acceptance over all buckets and in each that was met, and how many judged
-        tokens that rests on."""
+        """By drafter: acceptance over all buckets, in each that was met, and by depth; and how
+        many judged tokens that rests on."""
         return {
             name: {
                 "acceptance": pool.overall,
                 "judged_tokens": pool.total.judged,
                 "by_bucket": dict(sorted(pool.estimates.items())),
+                "by_depth": [min(pool.overall * factor, 1.0) for factor in pool.factors()],
             }
             for name, pool in self._pools.items()
         }

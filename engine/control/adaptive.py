@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from engine.control.acceptance import AcceptanceModel
 from engine.control.allocation import Allocation, Line, allocate
-from engine.control.costs import CostModel
+from engine.control.costs import CostModel, Floats
 from engine.control.guard import Guard
 from engine.control.options import Mode, OffReason, PlannerOptions
 from engine.control.planner import Assignment, nobody
@@ -116,42 +116,37 @@ class AdaptivePlanner:
         self.acceptance.release(sequence)
         self.prober.release(sequence)
 
-    def typical(self, drafter: str, batch: int) -> Allocation:
-        """What would be planned for a batch of sequences that nothing is known of."""
-        odds, depth = self.acceptance.typical(drafter), self.options.depth
-        lines = [Line(index, drafter, depth, odds) for index in range(batch)]
-        context = batch * self.typical_context
-        load = Load(batch, batch, batch, context, context)
-        return allocate(lines, load, load, self.costs, depth)
-
     def _read(self, plan: StepPlan) -> _Step:
         """Notes the load of a plan, and who may draft."""
         step = _Step(plan, *loads_of(plan), lengths=[0] * len(plan.scheduled))
         off = self.options.mode is Mode.OFF
+        by_depth: dict[str, Floats] = {}
         for index, scheduled in enumerate(plan.scheduled):
             if not scheduled.samples:
                 continue
             reason = OffReason.SERVER if off else _refusal(scheduled)
-            if reason is None:
-                offered = self._lines(scheduled, index)
-                step.lines += offered
-                reason = None if offered else OffReason.NO_PROPOSAL
+            if reason is None and not self._offer(step, index, by_depth):
+                reason = OffReason.NO_PROPOSAL
             # The end of a prompt could not speculate anyway.
             if reason is not None and scheduled.sequence.num_generated:
                 step.why_not[index] = reason
         return step
 
-    def _lines(self, scheduled: ScheduledSequence, index: int) -> list[Line]:
-        """What the drafters of a sequence have to offer."""
-        sequence, advisor, lines = scheduled.sequence, self.options.advisor, []
+    def _offer(self, step: _Step, index: int, by_depth: dict[str, Floats]) -> bool:
+        """Notes what the drafters of a sequence have to offer; tells whether that is anything."""
+        scheduled, before = step.plan.scheduled[index], len(step.lines)
+        sequence, limit, advisor = scheduled.sequence, scheduled.max_draft, self.options.advisor
         for name in sequence.drafters:
             bucket = advisor.outlook(name, sequence)
-            if bucket is not None:
-                odds, backlog = self.acceptance.estimate(sequence, name, bucket), 0
-                if self.costs.draft(name).runs_model:
-                    backlog = max(0, advisor.backlog(name, sequence) - _REGULAR_READ)
-                lines.append(Line(index, name, scheduled.max_draft, odds, bucket, backlog))
-        return lines
+            if bucket is None:
+                continue
+            if name not in by_depth:
+                by_depth[name] = self.acceptance.by_depth(name, self.options.depth)
+            odds, backlog = self.acceptance.estimate(sequence, name, bucket), 0
+            if self.costs.draft(name).runs_model:
+                backlog = max(0, advisor.backlog(name, sequence) - _REGULAR_READ)
+            step.lines.append(Line(index, name, limit, odds, bucket, backlog, by_depth[name]))
+        return len(step.lines) > before
 
     def _follow_orders(self, step: _Step) -> None:
         """All that is allowed, from the first drafter that has something to offer, but for the
@@ -228,8 +223,7 @@ class AdaptivePlanner:
         brings = sum(line.acceptance for line in group)
         for used in (step.used.get(line.index) for line in group):
             if used is not None:  # who drafts already loses what that draft would have brought
-                length = step.lengths[used.index]
-                brings -= sum(used.acceptance**n for n in range(1, length + 1))
+                brings -= used.tokens(step.lengths[used.index])
         return price, brings * best.token_seconds
 
     # -- after the step ------------------------------------------------------------------

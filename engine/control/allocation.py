@@ -15,7 +15,7 @@ drafter alone, and one with the drafter for each sequence that gains most by its
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,9 @@ Ints = NDArray[np.int64]
 
 #: Draft lengths up to which a queue of a drafter with rounds may reach.
 _MOST_ROUNDS = (1, 2, 3, 4, 6, 8, 12, 16)
+
+#: Acceptance that is the same at every depth, as far as a draft can be long.
+FLAT: Floats = np.ones(64)
 
 #: A draft model that catches up with a text does so for the steps to come as well.
 _CATCH_UP_STEPS = 32
@@ -41,9 +44,11 @@ class Line:
         index: of the sequence, in the order of the step.
         drafter: name.
         limit: most draft tokens.
-        acceptance: of the next draft token if all before it are accepted.
+        acceptance: of the first draft token.
         bucket: that the acceptance is of.
         backlog: tokens the drafter has to catch up with first, beyond those of any step.
+        by_depth: acceptance at each depth if all tokens before it are accepted, as multiples of
+            `acceptance`; the same for all lines of a drafter.
     """
 
     index: int
@@ -52,6 +57,11 @@ class Line:
     acceptance: float
     bucket: int = 0
     backlog: int = 0
+    by_depth: Floats = field(default_factory=lambda: FLAT)
+
+    def tokens(self, length: int) -> float:
+        """Expected of a draft of this length."""
+        return float(_survival(self.acceptance * self.by_depth[:length]).sum())
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +93,7 @@ class Allocation:
         return self.saved_seconds / self.plain_seconds
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Queue:
     """Some candidates in order, with expected tokens and seconds of every front part: [1 + N]."""
 
@@ -95,12 +105,25 @@ class _Queue:
     @property
     def token_seconds(self) -> float:
         """Of a token at its cheapest."""
-        return float((self.alone / self.tokens).min())
+        each = self.alone / self.tokens
+        return float(each[each.argmin()])  # a fraction of what `min` takes
+
+    def best(self, token_seconds: float) -> tuple[float, int]:
+        """The best front part: what it yields beyond its price, in seconds, and its size."""
+        score = self.tokens * token_seconds - self.whole
+        at = int(score.argmax())
+        return float(score[at]), at
 
     def promise(self, token_seconds: float) -> float:
         """The best score if every draft token were accepted."""
-        batch = float(self.tokens[0])
-        return float(((batch + COUNTS[: len(self.whole)]) * token_seconds - self.whole).max())
+        score = (self.tokens[0] + COUNTS[: len(self.whole)]) * token_seconds - self.whole
+        return float(score[score.argmax()])
+
+
+def _survival(acceptance: Floats) -> Floats:
+    """Odds of tokens at depths 1, 2, ... (the last axis) from those of each by itself; they never
+    rise."""
+    return np.minimum(acceptance, 1.0).cumprod(axis=-1)
 
 
 def allocate(
@@ -119,25 +142,23 @@ def allocate(
     pricing = _Pricing(lines, decode, whole, costs, depth)
     names = sorted({line.drafter for line in lines})
     queues = [queue for name in names for queue in pricing.queues(pricing.lines_of(name))]
-    worth = min(queue.token_seconds for queue in queues)
+    worth = min([queue.token_seconds for queue in queues])
     if len(names) > 1:
-        queues += pricing.queues(pricing.best_lines(worth))
-        worth = min(queue.token_seconds for queue in queues)
-    best, score = max(
-        ((queue, queue.tokens * worth - queue.whole) for queue in queues),
-        key=lambda scored: float(scored[1].max()),
-    )
-    at, plain = int(score.argmax()), float(score[0])
-    promise = max(queue.promise(worth) for queue in queues)
-    lengths = np.bincount(best.lines[:at], minlength=len(lines))
+        more = list(pricing.queues(pricing.best_lines(worth)))
+        worth = min(worth, *(queue.token_seconds for queue in more))
+        queues += more
+    found = [queue.best(worth) for queue in queues]
+    (score, at), best = max(zip(found, queues, strict=True), key=lambda pair: pair[0][0])
+    plain_seconds = float(best.whole[0])
+    plain = decode.batch * worth - plain_seconds
     return Allocation(
-        lengths=lengths.tolist(),
+        lengths=np.bincount(best.lines[:at], minlength=len(lines)).tolist(),
         tokens=float(best.tokens[at]),
         seconds=float(best.whole[at]),
-        plain_seconds=float(best.whole[0]),
+        plain_seconds=plain_seconds,
         token_seconds=worth,
-        saved_seconds=float(score[at]) - plain,
-        promise=promise - plain,
+        saved_seconds=score - plain if at else 0.0,
+        promise=max([queue.promise(worth) for queue in queues]) - plain,
     )
 
 
@@ -150,12 +171,16 @@ class _Pricing:
         self._lines, self._decode, self._costs = lines, decode, costs
         self._depth = depth
         depths = COUNTS[1 : depth + 1]
-        self._survival = np.array([line.acceptance for line in lines])[:, None] ** depths
+        by_depth = lines[0].by_depth
+        if len({line.drafter for line in lines}) > 1:
+            by_depth = np.array([line.by_depth for line in lines])
+        first = np.array([line.acceptance for line in lines])
+        self._survival = _survival(first[:, None] * by_depth[..., :depth])
         self._room = len(lines) * depth
         limits = [line.limit for line in lines]
         if min(limits) < depth:
             self._survival[depths > np.array(limits)[:, None]] = -1.0  # never taken
-            self._room = int((self._survival >= 0.0).sum())
+            self._room = int(np.count_nonzero(self._survival >= 0.0))
         self._read = np.zeros(0)  # seconds of catching up, for each of the steps that gain by it
         if any(line.backlog for line in lines):
             seconds = [line.backlog * costs.draft(line.drafter).read_seconds for line in lines]
@@ -176,7 +201,7 @@ class _Pricing:
         # Ties keep the order of depth, so that fronts remain beginnings of drafts.
         order = (-survival).ravel().argsort(kind="stable")
         if self._room < self._survival.size:
-            order = order[: int((survival >= 0.0).sum())]
+            order = order[: np.count_nonzero(survival >= 0.0)]
         place = order // self._depth
         depth = order - place * self._depth
         lines, value = lines[place], survival.ravel()[order]

@@ -3,11 +3,11 @@
 A step is the target's pass (verify cost), drafting (draft cost), and everything else (scheduling,
 sampling, pages, what happens between steps). The pass is predicted as
 
-    seconds = scale * (curve(rows) * correction(rows) + per sequence + per cached token + per pair)
+    seconds = scale * (body(rows) * correction(rows) + head(logits) + by sequence, token, pair)
 
-where curve and terms are calibrated at start. `scale` follows every pass, so that another process
-or a clock that drops concerns all sizes at once; `correction` is one factor for each octave of
-rows, straight in between. Both follow the same error, or they would pull at each other for ever.
+where body, head and terms are calibrated at start. `scale` follows every pass, so that another
+process or a clock that drops concerns all sizes at once; `correction` is one factor for each octave
+of rows, straight in between. Both follow the same error, or they would pull at each other for ever.
 """
 
 from __future__ import annotations
@@ -40,11 +40,7 @@ _STALE = 0.005
 
 #: What a sample of the time that draft tokens add outside of passes counts after the next one, and
 #: a multiple of the usual time beyond which that time holds a pause.
-_KEEP = 0.98
-_PAUSE = 2.0
-
-#: Query tokens that a calibration reaches if it tells anything of prompts.
-_ENOUGH_ROWS = 32
+_KEEP, _PAUSE = 0.98, 2.0
 
 #: Query tokens over which the price of reading a token is taken from a calibration.
 _MANY_ROWS = 128
@@ -101,77 +97,81 @@ class VerifyCost:
     `engine.budget.PassCost`. Learning starts from `calibration`."""
 
     def __init__(self, calibration: Calibration, most_rows: int) -> None:
-        self._curve = np.array([calibration.rows_seconds(n) for n in range(most_rows + 1)])
+        rows = range(most_rows + 1)
+        self._curve = np.array([calibration.prompt_seconds(n) for n in rows])
+        self._head = np.array([calibration.rows_seconds(n) for n in rows]) - self._curve
         self._octave = np.log2(np.maximum(COUNTS[: most_rows + 1], 1.0))
         self._corrections = np.zeros(int(self._octave[-1]) + 2)  # logarithms, by octave
-        self._terms = (
-            calibration.sequence_seconds,
-            calibration.context_seconds,
-            calibration.attention_seconds,
-        )
-        self._scale = Terms((1.0,), known=calibration.measured, gain=_GAIN)
-        self._gain = _OCTAVE_GAIN if calibration.measured else _UNKNOWN_GAIN
-        # A curve that ends early, on a machine too busy to get further, says nothing of prompts.
-        self._known = calibration.measured and calibration.curve[-1][0] >= _ENOUGH_ROWS
-        self._table = self._curve.copy()
-        self._moved = 0.0
+        self._terms = calibration.terms
+        self._known = known = calibration.measured
+        self._scale = Terms((1.0,), known=known, gain=_GAIN)
+        self._gain = _OCTAVE_GAIN if known else _UNKNOWN_GAIN
+        self._rebuild()
         self.samples = 0
 
-    def seconds(self, rows: int, sequences: int, context: int, attention: int) -> float | None:
+    def seconds(
+        self, rows: int, sequences: int, context: int, attention: int, silent: int = 0
+    ) -> float | None:
         """See `engine.budget.PassCost`."""
-        return self.predict(Load(0, sequences, rows, context, attention)) if self._known else None
+        load = Load(0, sequences, rows, context, attention, silent)
+        return self.predict(load) if self._known else None
 
     def predict(self, load: Load) -> float:
         """Seconds of one pass."""
-        rows = min(load.rows, len(self._table) - 1)
-        return self._scale.weights[0] * (float(self._table[rows]) + self._linear(load))
+        rows, loud = self._places(load)
+        seconds = float(self._table[loud] + self._body[rows] - self._body[loud])
+        return self._scale.weights[0] * (seconds + self._linear(load))
 
     def table(self, load: Load, extra: int) -> Floats:
-        """Seconds with 0, 1, ..., `extra` query tokens on top of `load`; never falling."""
-        if self._moved > _STALE:
-            self._rebuild()
-        rows = self._table[load.rows : load.rows + extra + 1]
-        if len(rows) <= extra:  # beyond the most that a pass may have
-            rows = np.append(rows, np.full(extra + 1 - len(rows), self._table[-1]))
+        """Seconds with 0, 1, ..., `extra` more query tokens, all with logits; never falling."""
+        first, loud = self._places(load)
+        count = min(extra + 1, len(self._table) - first)
+        rows = self._table[loud : loud + count]
+        if load.silent:
+            body = self._body[first : first + count] - self._body[loud : loud + count]
+            rows = np.maximum.accumulate(rows + body)
+        if count <= extra:  # beyond the most that a pass may have
+            rows = np.append(rows, np.full(extra + 1 - count, rows[-1]))
         pair = self._terms[2] * load.context / max(1, load.sequences)
-        result = pair * COUNTS[: extra + 1]
-        result += rows
-        result += self._linear(load)
-        result *= self._scale.weights[0]
-        return result
+        return self._scale.weights[0] * (rows + (pair * COUNTS[: extra + 1] + self._linear(load)))
 
     def update(self, load: Load, seconds: float) -> None:
         """Learns from one measured pass, drafts included in `load`."""
         self.samples += 1
-        rows = min(load.rows, len(self._curve) - 1)
-        low = int(self._octave[rows])
-        high_share = float(self._octave[rows]) - low
-        own = self._corrections[low : low + 2]
-        shares = np.array((1.0 - high_share, high_share))
+        rows, loud = self._places(load)
+        share, low = math.modf(self._octave[rows])
+        own = self._corrections[int(low) : int(low) + 2]
+        shares = np.array((1.0 - share, share))
         curve = float(self._curve[rows]) * math.exp(float(own @ shares))
-        predicted = curve + self._linear(load)
+        predicted = curve + float(self._head[loud]) + self._linear(load)
         settled = self._scale.count >= 3
         error = self._scale.update((predicted,), seconds)
         if settled:
             own += self._gain * error * curve / predicted * shares
             self._moved += self._gain * abs(error)
+        if self._moved > _STALE:
+            self._rebuild()
 
     @property
     def terms(self) -> tuple[float, float, float]:
-        """Seconds per sequence, per cached token that is read, and per pair of query and cached
-        token."""
+        """Seconds per sequence, per cached token read, and per pair of query and cached token."""
         sequence, context, pair = (self._scale.weights[0] * term for term in self._terms)
         return sequence, context, pair
+
+    def _places(self, load: Load) -> tuple[int, int]:
+        last = len(self._curve) - 1
+        return min(load.rows, last), min(load.rows - load.silent, last)
 
     def _linear(self, load: Load) -> float:
         sequence, context, pair = self._terms
         return sequence * load.sequences + context * load.context + pair * load.attention
 
     def _rebuild(self) -> None:
-        octaves = np.arange(len(self._corrections))
-        corrections = np.exp(np.interp(self._octave, octaves, self._corrections))
+        octaves = COUNTS[: len(self._corrections)]
+        body = self._curve * np.exp(np.interp(self._octave, octaves, self._corrections))
         # More rows cannot cost less; and what was never met must not look cheaper for it.
-        self._table = np.maximum.accumulate(self._curve * corrections)
+        self._body = np.maximum.accumulate(body)
+        self._table = np.maximum.accumulate(body + self._head)
         self._moved = 0.0
 
 
@@ -192,7 +192,7 @@ class DraftCost:
         if calibration is not None:
             rows = np.arange(1.0, calibration.curve[-1][0] + 1.0)
             self._curve = rows, np.array([calibration.rows_seconds(n) for n in rows])
-            grown = calibration.rows_seconds(_MANY_ROWS) - calibration.rows_seconds(1)
+            grown = calibration.prompt_seconds(_MANY_ROWS) - calibration.prompt_seconds(1)
             read = max(grown / (_MANY_ROWS - 1), 1e-6)
             # Around its passes: a batch is put together and tokens are drawn in each round.
             self._terms = Terms((5e-5, 5e-6, 1e-4, 1e-5, read, 1.0), known=True, gain=0.1)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from engine.draft.drafter import Advisor, NoAdvice, Verdict
 from engine.meter.gain import Gain
@@ -16,6 +15,8 @@ from engine.sequence import Sequence
 from engine.stats import StepStats
 
 logger = logging.getLogger(__name__)
+
+_Answer = TypeVar("_Answer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,27 +103,21 @@ class ShieldedPlanner:
 
     def choose(self, plan: StepPlan) -> Assignment:
         """See `Planner.choose`."""
-        with self._switched_off_if_it_raises() as planner:
-            if planner is not None:
-                return planner.choose(plan)
-        return nobody(plan)
+        return self._ask(lambda planner: planner.choose(plan)) or nobody(plan)
 
     def observe(self, plan: StepPlan, verdicts: Seq[Verdict], stats: StepStats, gain: Gain) -> None:
         """See `Planner.observe`."""
-        with self._switched_off_if_it_raises() as planner:
-            if planner is not None:
-                planner.observe(plan, verdicts, stats, gain)
+        self._ask(lambda planner: planner.observe(plan, verdicts, stats, gain))
 
     def release(self, sequence: Sequence) -> None:
         """See `Planner.release`."""
-        with self._switched_off_if_it_raises() as planner:
-            if planner is not None:
-                planner.release(sequence)
+        self._ask(lambda planner: planner.release(sequence))
 
-    @contextlib.contextmanager
-    def _switched_off_if_it_raises(self) -> Iterator[Planner | None]:
-        try:
-            yield self.inner
-        except Exception:
-            logger.exception("the planner failed and is switched off; answers are unaffected")
-            self.inner = None
+    def _ask(self, question: Callable[[Planner], _Answer]) -> _Answer | None:
+        if self.inner is not None:
+            try:
+                return question(self.inner)
+            except Exception:
+                logger.exception("the planner failed and is switched off; answers are unaffected")
+                self.inner = None
+        return None

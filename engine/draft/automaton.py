@@ -13,6 +13,7 @@ Per state it keeps how often its substrings occurred and where they last ended.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable
 
 _ROOT = 0
@@ -20,6 +21,11 @@ _ROOT = 0
 #: Counts are updated along at most this many suffix links per token. Text rarely nests
 #: repeats deeper; without a bound, a run of one token would cost quadratic time.
 _MAX_LINKS = 32
+
+#: Of a tree: suffixes that a node's continuations are looked for after, and of each the most
+#: continuations that are taken.
+_MOST_SUFFIXES = 4
+_MOST_BRANCHES = 4
 
 
 class SuffixAutomaton:
@@ -64,6 +70,63 @@ class SuffixAutomaton:
             )
             draft.append(token)
         return draft
+
+    def tree(self, nodes: int, depth: int, min_match: int) -> tuple[list[int], list[int]]:
+        """Continues the text in several ways where it went on in several ways before.
+
+        A continuation is as likely as its counts after the longest suffix say; what they leave
+        (the less, the longer the suffix and the more often it was met) goes to what followed
+        shorter ones, as in prediction by partial matching. The likeliest nodes are taken.
+
+        Args:
+            nodes: most tokens to return.
+            depth: most tokens in a row.
+            min_match: shortest suffix worth drafting from, in tokens.
+
+        Returns:
+            Tokens and their parents: see `engine.tree`.
+        """
+        tokens: list[int] = []
+        parents: list[int] = []
+        if self.match_length < max(1, min_match):
+            return tokens, parents
+        level = {-1: 0}
+        queue: list[tuple[float, int, int, int, int]] = []  # -odds, order, parent, token, state
+        node, odds, state = -1, 1.0, self._link[self._last]
+        while True:
+            if level[node] < depth:
+                for token, share, target in self._continuations(state, min_match):
+                    heapq.heappush(queue, (-odds * share, len(queue), node, token, target))
+            if not queue or len(tokens) == nodes:
+                return tokens, parents
+            lost, _, parent, token, state = heapq.heappop(queue)
+            node, odds = len(tokens), -lost
+            level[node] = level[parent] + 1
+            tokens.append(token)
+            parents.append(parent)
+
+    def _continuations(self, state: int, min_match: int) -> list[tuple[int, float, int]]:
+        """(token, probability, next state) of what followed a state's longest substring, the
+        likeliest first, and of what followed shorter ones."""
+        found: dict[int, tuple[int, float, int]] = {}
+        left = 1.0
+        for _ in range(_MOST_SUFFIXES):
+            following = self._next[state].items()
+            seen = sum(self._count[target] for _, target in following)
+            if seen:
+                weight = self._length[state] * left / (self._length[state] * seen + 1)
+                recent = heapq.nlargest(
+                    _MOST_BRANCHES,
+                    following,
+                    key=lambda item: (self._count[item[1]], self._end[item[1]]),
+                )
+                for token, target in recent:
+                    found.setdefault(token, (token, weight * self._count[target], target))
+                left -= weight * seen
+            state = self._link[state]
+            if state <= _ROOT or self._length[state] < min_match:
+                break
+        return sorted(found.values(), key=lambda one: -one[1])
 
     def _append(self, token: int) -> None:
         self.num_tokens += 1

@@ -14,6 +14,7 @@ from engine.draft.entry import DrafterContext, DrafterEntry, OwnModel, PagedMode
 from engine.draft.portfolio import DrafterPortfolio
 from engine.errors import ConfigurationError
 from engine.model.loader import LoadedModel
+from engine.model.passes import can_branch
 
 
 def load_models(config: EngineConfig, report: Callable[[str], None]) -> dict[str, LoadedModel]:
@@ -47,8 +48,14 @@ def make_portfolio(
         models: those that drafters run, by drafter.
 
     Raises:
-        ConfigurationError: a drafter lacks its model.
+        ConfigurationError: a drafter lacks its model, or the target cannot check trees.
     """
+    nodes = config.speculation.max_nodes
+    if nodes and not can_branch(target.runner):
+        raise ConfigurationError(
+            f"max_nodes is {nodes}, but the {target.model.runner_name} runner checks drafts that "
+            "do not branch; leave it at 0, or choose another runner."
+        )
     drafters: dict[str, Drafter] = {}
     features: dict[str, tuple[int, ...]] = {}
     for entry in entries:
@@ -63,6 +70,9 @@ def make_portfolio(
         target.model.vocab_size,
         features=features,
         prediction_readers=[entry.name for entry in entries if entry.reads_predictions],
+        branching=[entry.name for entry in entries if entry.branches],
+        trees=can_branch(target.runner),
+        grammar_readers=[entry.name for entry in entries if entry.reads_grammars],
     )
 
 

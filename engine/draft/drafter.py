@@ -41,11 +41,12 @@ class DraftProposal:
         tokens: ragged; an empty list is a plain decode.
         probabilities: per sequence the distributions [k, V] its tokens were drawn from, or
             None where the draft is deterministic. Of several children of a node each row is what
-            that child was drawn from, given those before it.
+            that child was drawn from, given those before it; and the shape of such a tree may not
+            depend on the tokens that were drawn.
         seconds: that each drafter took which was asked.
         forwards: passes of draft models.
         parents: per sequence, for each token the index in the draft of the one it follows, which
-            is below its own; -1 = the last committed token. None = chains, where each token
+            is below its own; -1 = the last committed token. None = a chain, where each token
             follows the one before it.
     """
 
@@ -53,7 +54,7 @@ class DraftProposal:
     probabilities: list[torch.Tensor | None] | None = None
     seconds: Mapping[str, float] = field(default_factory=dict)
     forwards: int = 0
-    parents: list[list[int]] | None = None
+    parents: Seq[list[int] | None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +83,8 @@ class SequenceView:
         first_row: of its rows in the target's pass, which are consecutive.
         position: in the sequence, of the token in the first row.
         num_fed: rows of tokens that were committed before.
-        num_drafts: rows of draft tokens behind them, whoever drafted.
+        num_drafts: rows of draft tokens behind them, whoever drafted. Of a draft that branches,
+            those that were accepted have been brought to the front.
         verdict: what was kept; nothing was emitted where it was not fed to its end.
     """
 

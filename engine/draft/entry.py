@@ -77,17 +77,22 @@ class DrafterEntry:
         make: builds it; imports what is heavy only when called.
         reads_predictions: whether it drafts from a request's `prediction`; such drafters join
             those of every request that has one.
+        reads_grammars: the same of a request's grammar.
         always: whether it is there for requests that name it even if the settings do not, as
             it costs nothing until then.
         features: number of the target's layers -> layers whose hidden states it is shown after
             every pass; 0 = the embeddings, i = what the i-th decoder layer puts out.
         model: the model it runs, if it does.
+        branches: whether its drafts may branch, if `max_nodes` allows it; lengths are budgets of
+            nodes then.
     """
 
     name: str
     summary: str
     make: Callable[[DrafterContext], Drafter]
     reads_predictions: bool = False
+    reads_grammars: bool = False
     always: bool = False
     features: Callable[[int], tuple[int, ...]] = _no_features
     model: OwnModel | None = None
+    branches: bool = False

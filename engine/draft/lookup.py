@@ -49,20 +49,23 @@ class LookupDrafter:
     Args:
         min_match: shortest repeated suffix of the own text to draft from, in tokens.
         store: of past answers, which grows by every sequence that ends; None = keep none.
+        branches: whether drafts from the own text may branch; lengths are budgets of nodes then.
     """
 
     name = "lookup"
 
-    def __init__(self, min_match: int = MIN_MATCH, store: AnswerStore | None = None) -> None:
+    def __init__(
+        self, min_match: int = MIN_MATCH, store: AnswerStore | None = None, branches: bool = False
+    ) -> None:
         self.min_match = min_match
+        self._branches = branches
         self._store = store
         self._memories: dict[Sequence, _Memory] = {}
 
     def propose(self, sequences: Seq[Sequence], lengths: Seq[int]) -> DraftProposal:
         """See `Drafter.propose`."""
-        return DraftProposal(
-            [self._draft(s, length) for s, length in zip(sequences, lengths, strict=True)]
-        )
+        drafts = [self._draft(s, length) for s, length in zip(sequences, lengths, strict=True)]
+        return DraftProposal([d for d, _ in drafts], parents=[parents for _, parents in drafts])
 
     def observe(self, view: StepView) -> None:
         """Counts what became of predicted tokens; automata catch up when asked for a draft."""
@@ -96,21 +99,21 @@ class LookupDrafter:
             return None
         return min(_LONGEST, (length - self.min_match).bit_length())
 
-    def _draft(self, sequence: Sequence, length: int) -> list[int]:
+    def _draft(self, sequence: Sequence, length: int) -> tuple[list[int], list[int] | None]:
+        """Tokens, and their parents if they may branch."""
         if length == 0:
-            return []
+            return [], None
         memory = self._catch_up(sequence)
-        draft, memory.predicted = self._look_up(memory, length)
-        return draft
-
-    def _look_up(self, memory: _Memory, length: int) -> tuple[list[int], bool]:
-        """A draft, and whether it comes from the caller's prediction."""
         if memory.cursor is not None and (draft := memory.cursor.draft(length)):
-            return draft, True
+            memory.predicted = True
+            return draft, None
+        memory.predicted = False
         stored, own = memory.stored, memory.automaton
         if stored is not None and stored.length > own.match_length:
-            return stored.draft(length), False
-        return own.draft(length, self.min_match), False
+            return stored.draft(length), None
+        if self._branches:
+            return own.tree(length, sequence.max_depth, self.min_match)
+        return own.draft(length, self.min_match), None
 
     def _catch_up(self, sequence: Sequence) -> _Memory:
         """Reads the committed tokens it has not seen."""
@@ -134,5 +137,6 @@ class LookupDrafter:
 
 def make_drafter(context: DrafterContext) -> LookupDrafter:
     """The drafter that the settings ask for."""
-    memory = context.config.speculation.lookup_store_bytes
-    return LookupDrafter(store=AnswerStore(memory) if memory else None)
+    speculation = context.config.speculation
+    memory, branches = speculation.lookup_store_bytes, speculation.max_nodes > 0
+    return LookupDrafter(store=AnswerStore(memory) if memory else None, branches=branches)

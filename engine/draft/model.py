@@ -178,7 +178,7 @@ class ModelDrafter:
             ]
             if not rows:
                 continue
-            contexts = [self._row(drafts[i]) for i in rows]
+            contexts = [self._row(drafts[i].sequence, drafts[i].tokens) for i in rows]
             chosen = selector.select(rows, contexts, purpose)
             for i, token in zip(rows, chosen, strict=True):
                 drafts[i].tokens.append(token)
@@ -187,16 +187,17 @@ class ModelDrafter:
                 for i, row in zip(rows, weights, strict=True):
                     drafts[i].weights.append(row)
 
-    def _row(self, draft: _Draft) -> SamplingRow:
-        sequence, params = draft.sequence, draft.sequence.request.sampling
+    def _row(self, sequence: Sequence, drafted: list[int]) -> SamplingRow:
+        """What the row after some draft tokens is about."""
+        params = sequence.request.sampling
         if self.limits.temperature != 1.0 and not params.greedy:
             scaled = min(2.0, params.temperature * self.limits.temperature)
             params = replace(params, temperature=scaled)
         return SamplingRow(
             params=params,
             prompt=sequence.request.prompt,
-            generated=sequence.tokens[sequence.prompt_length :] + draft.tokens,
-            position=len(sequence.tokens) + len(draft.tokens),
+            generated=sequence.tokens[sequence.prompt_length :] + drafted,
+            position=len(sequence.tokens) + len(drafted),
             seed=sequence.seed,
             choice=sequence.choice,
             eos_token_ids=self._eos_token_ids,
@@ -208,6 +209,11 @@ class ModelDrafter:
 
 def make_drafter(context: DrafterContext) -> ModelDrafter:
     """The drafter around the draft model that was loaded for it."""
+    return ModelDrafter(*parts_of(context))
+
+
+def parts_of(context: DrafterContext) -> tuple[Runner, DraftModelLimits, frozenset[int]]:
+    """What a `ModelDrafter` is made of."""
     config, target, own, pool = context.config, context.target.model, context.own, context.pool
     assert own is not None
     limits = DraftModelLimits(
@@ -219,4 +225,4 @@ def make_drafter(context: DrafterContext) -> ModelDrafter:
         max_batch_tokens=config.scheduler.max_batch_tokens,
         temperature=config.speculation.draft_temperature,
     )
-    return ModelDrafter(own.runner, limits, target.eos_token_ids)
+    return own.runner, limits, target.eos_token_ids

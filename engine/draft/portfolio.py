@@ -12,8 +12,9 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from engine.draft.drafter import Drafter, DraftProposal, SequenceView, StepView
-from engine.draft.tree import check_parents, first_path, prune
+from engine.draft.tree import check_parents, prune, renumber
 from engine.sequence import Sequence
+from engine.tree import branches, is_chain
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +34,11 @@ class DrafterPortfolio:
         vocab_size: a draft is cut before the first id that the target does not know.
         features: by drafter, the layers of the target whose features it is shown.
         prediction_readers: drafters that draft from a request's `prediction`.
+        branching: drafters whose drafts may branch, so that they are asked for so many nodes;
+            all others are not asked for more tokens than could be kept.
+        grammar_readers: drafters that draft from a request's grammar.
+        trees: whether the target takes drafts that branch; otherwise of each the first way is
+            kept.
         clock: seconds, for what each drafter takes: the draft cost.
     """
 
@@ -43,12 +49,18 @@ class DrafterPortfolio:
         *,
         features: Mapping[str, Seq[int]] = MappingProxyType({}),
         prediction_readers: Collection[str] = (),
+        branching: Collection[str] = (),
+        grammar_readers: Collection[str] = (),
+        trees: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._drafters = dict(drafters)
         self._vocab_size = vocab_size
         self._features = {name: tuple(features.get(name, ())) for name in drafters}
         self._prediction_readers = frozenset(prediction_readers)
+        self._branching = frozenset(branching)
+        self._grammar_readers = frozenset(grammar_readers)
+        self._trees = trees
         self._clock = clock
 
     @property
@@ -60,6 +72,11 @@ class DrafterPortfolio:
     def prediction_readers(self) -> tuple[str, ...]:
         """Drafters that work and draft from a request's `prediction`."""
         return tuple(name for name in self._drafters if name in self._prediction_readers)
+
+    @property
+    def grammar_readers(self) -> tuple[str, ...]:
+        """Drafters that work and draft from a request's grammar."""
+        return tuple(name for name in self._drafters if name in self._grammar_readers)
 
     # -- before a step -------------------------------------------------------------------
 
@@ -96,9 +113,8 @@ class DrafterPortfolio:
     def propose(
         self, sequences: Seq[Sequence], lengths: Seq[int], drafters: Seq[str]
     ) -> DraftProposal:
-        """One list of draft tokens per sequence, never longer than its length.
-
-        Of a tree only the first path is kept: the judge checks chains.
+        """One list of draft tokens per sequence, never longer than its length, nor deeper than the
+        sequence may go.
 
         Args:
             drafters: who drafts for each sequence; a name that is not, or no longer, here drafts
@@ -106,6 +122,7 @@ class DrafterPortfolio:
         """
         tokens: list[list[int]] = [[] for _ in sequences]
         weights: list[torch.Tensor | None] = [None for _ in sequences]
+        parents: list[list[int] | None] = [None for _ in sequences]
         seconds: dict[str, float] = {}
         forwards = 0
         groups: dict[str, list[int]] = defaultdict(list)
@@ -115,13 +132,15 @@ class DrafterPortfolio:
         for name, members in groups.items():
             began = self._clock()
             with self._switched_off_if_it_raises(name) as drafter:
-                own = [lengths[i] for i in members]
-                proposal = drafter.propose([sequences[i] for i in members], own)
+                asked, own = [sequences[i] for i in members], [lengths[i] for i in members]
+                if name not in self._branching:
+                    own = [min(n, s.max_depth) for s, n in zip(asked, own, strict=True)]
+                proposal = drafter.propose(asked, own)
                 forwards += proposal.forwards
-                for i, (draft, rows) in zip(members, self._cut(proposal, own), strict=True):
-                    tokens[i], weights[i] = draft, rows
+                for i, cut in zip(members, self._cut(proposal, asked, own), strict=True):
+                    tokens[i], weights[i], parents[i] = cut
             seconds[name] = self._clock() - began
-        return DraftProposal(tokens, weights, seconds, forwards)
+        return DraftProposal(tokens, weights, seconds, forwards, parents)
 
     def observe(self, view: StepView) -> None:
         """Tells every drafter what became of the sequences it may draft for.
@@ -163,20 +182,25 @@ class DrafterPortfolio:
         return [name for name in sequence.drafters if name in self._drafters]
 
     def _cut(
-        self, proposal: DraftProposal, lengths: Seq[int]
-    ) -> Iterator[tuple[list[int], torch.Tensor | None]]:
-        """A drafter's chains within their lengths and the vocabulary, and what each token of
-        theirs was drawn from."""
+        self, proposal: DraftProposal, sequences: Seq[Sequence], lengths: Seq[int]
+    ) -> Iterator[tuple[list[int], torch.Tensor | None, list[int] | None]]:
+        """A drafter's drafts within their lengths and the vocabulary; what each token of theirs
+        was drawn from; and their parents, where they branch."""
         weights = proposal.probabilities or [None] * len(lengths)
-        trees: Seq[list[int] | None] = proposal.parents or [None] * len(lengths)
-        for draft, rows, tree, length in zip(proposal.tokens, weights, trees, lengths, strict=True):
+        trees = proposal.parents or [None] * len(lengths)
+        drafts = zip(sequences, proposal.tokens, weights, trees, lengths, strict=True)
+        for sequence, draft, rows, tree, length in drafts:
             if tree is None:
-                kept = self._trim(draft, length)
-                yield kept, rows if rows is None else rows[: len(kept)]
-            else:
-                check_parents(draft, tree)
-                path = first_path(prune(draft, tree, length, self._vocab_size), tree)
-                yield [draft[i] for i in path], rows if rows is None else rows[path]
+                kept = self._trim(draft, min(length, sequence.max_depth))
+                yield kept, rows if rows is None else rows[: len(kept)], None
+                continue
+            check_parents(draft, tree)
+            nodes = prune(draft, tree, length, sequence.max_depth, self._vocab_size)
+            if not self._trees:
+                nodes = [nodes[n] for n in branches(renumber(nodes, tree))[0].way]
+            parents = renumber(nodes, tree)
+            chosen = rows if rows is None or nodes == list(range(len(rows))) else rows[nodes]
+            yield [draft[n] for n in nodes], chosen, None if is_chain(parents) else parents
 
     def _trim(self, draft: list[int], length: int) -> list[int]:
         kept = draft[:length]

@@ -27,7 +27,17 @@ def _make_lookup(context: DrafterContext) -> Drafter:
 
 
 def _make_model(context: DrafterContext) -> Drafter:
-    from engine.draft.model import make_drafter
+    from engine.draft import model, tree_model
+    from engine.model.passes import can_branch
+
+    assert context.own is not None
+    if context.config.speculation.max_nodes and can_branch(context.own.runner):
+        return tree_model.make_drafter(context)
+    return model.make_drafter(context)
+
+
+def _make_grammar(context: DrafterContext) -> Drafter:
+    from engine.draft.grammar import make_drafter
 
     return make_drafter(context)
 
@@ -68,6 +78,7 @@ _LOOKUP = DrafterEntry(
     make=_make_lookup,
     reads_predictions=True,
     always=True,
+    branches=True,
 )
 _MODEL = DrafterEntry(
     name="model",
@@ -79,6 +90,14 @@ _MODEL = DrafterEntry(
         check=_check_pair,
         load=_load_model,
     ),
+    branches=True,
+)
+_GRAMMAR = DrafterEntry(
+    name="grammar",
+    summary="drafts what a request's grammar forces, for requests that have one",
+    make=_make_grammar,
+    reads_grammars=True,
+    always=True,
 )
 _EAGLE = DrafterEntry(
     name="eagle",
@@ -95,7 +114,7 @@ _EAGLE = DrafterEntry(
 #: Drafter of a server that is told nothing.
 DEFAULT = _LOOKUP.name
 
-_entries = {entry.name: entry for entry in (_LOOKUP, _MODEL, _EAGLE)}
+_entries = {entry.name: entry for entry in (_LOOKUP, _MODEL, _EAGLE, _GRAMMAR)}
 
 
 def register(entry: DrafterEntry) -> None:

@@ -1,8 +1,4 @@
-"""Drafts that branch: each node's token follows its parent's.
-
-`parents[i]` is the index of node i's parent within the draft, below i; -1 stands for the last
-committed token. So every leading part of a draft is a tree itself, and a chain is -1, 0, 1, ...
-"""
+"""What a drafter's tree must be, and what of it may be checked; its shape is `engine.tree`'s."""
 
 from __future__ import annotations
 
@@ -25,32 +21,26 @@ def check_parents(tokens: Seq[int], parents: Seq[int]) -> None:
             )
 
 
-def prune(tokens: Seq[int], parents: Seq[int], budget: int, vocab_size: int) -> list[int]:
-    """Nodes that may be checked, in order: the first `budget` ones, without those whose id the
-    target does not know and all that follows them."""
-    kept: set[int] = set()
+def prune(
+    tokens: Seq[int], parents: Seq[int], budget: int, depth: int, vocab_size: int
+) -> list[int]:
+    """Nodes that may be checked, in order: the first `budget` ones at most `depth` deep, without
+    those whose id the target does not know and all that follows them.
+
+    What is left out does not depend on tokens that the target knows, so that whatever rule judges
+    the rest is still lossless.
+    """
+    kept: dict[int, int] = {}  # node -> its depth
     for node in range(min(budget, len(tokens))):
         known = 0 <= tokens[node] < vocab_size
-        if known and (parents[node] == -1 or parents[node] in kept):
-            kept.add(node)
-    return sorted(kept)
+        above = 0 if parents[node] == -1 else kept.get(parents[node], depth)
+        if known and above < depth:
+            kept[node] = above + 1
+    return list(kept)
 
 
-def first_path(nodes: Seq[int], parents: Seq[int]) -> list[int]:
-    """The first way from the root to a leaf: of several children always the one that was drafted
-    first. Of a chain it is everything.
-
-    A chain is all that attention and judge check so far. It stays lossless under every rule:
-    which child is followed depends on the order only, never on its token or probability.
-
-    Args:
-        nodes: those that count, in order; with a node its parent.
-        parents: of every node of the draft.
-    """
-    path: list[int] = []
-    last = -1
-    for node in nodes:
-        if parents[node] == last:
-            path.append(node)
-            last = node
-    return path
+def renumber(nodes: Seq[int], parents: Seq[int]) -> list[int]:
+    """Parents of the nodes that are kept, each of which has its own among them, by their new
+    numbers."""
+    new = {node: number for number, node in enumerate(nodes)} | {-1: -1}
+    return [new[parents[node]] for node in nodes]

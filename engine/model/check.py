@@ -21,11 +21,14 @@ from transformers import PreTrainedModel
 from engine.batch import Span, build_batch
 from engine.cache.pages import PRIVATE, PagePool, PageTable
 from engine.errors import ModelNotSupported
+from engine.model.inventory import in_blocks
 from engine.model.lessons import Part, rows_of, schedule
-from engine.model.memory import available_memory
 from engine.model.passes import Runner
+from engine.model.probe import packed_rows_of
+from engine.model.quantized import QuantizedWeight
 from engine.model.runner import ATTENTION
 from engine.model.weights import in_a_line, name_bad_tensor
+from engine.model.widen import in_float32
 
 logger = logging.getLogger(__name__)
 
@@ -40,11 +43,10 @@ _SECONDS = 20.0
 #: Most elements of a layer's attention scores that transformers' eager attention may hold.
 _MOST_SCORES = 2**26
 
-#: Share of the memory at hand that weights may take for a while in float32.
-_WIDE_SHARE = 0.5
-
 #: Largest distance of two rows of logits, relative to their spread, that rounding explains.
 _ROUNDING = {torch.float32: 1e-3, torch.float16: 0.05, torch.bfloat16: 0.4}
+#: The same where rows are rounded to eight bits before they are multiplied.
+_COARSE = 0.4
 #: Share of rows that may be further apart if the model chooses among experts: where two score
 #: alike, rounding decides which of them speaks.
 _TURNED = 1 / 8
@@ -92,50 +94,37 @@ def expect(
         ModelNotSupported: it does not run, or computes no numbers.
     """
     borders = sorted(border for border in set(borders) if 0 < border < longest)
-    known, dtype = _sound_tokens(model), model.dtype
+    known = _sound_tokens(model)
     plain = _Plain(model)
-    narrow = _widen(model)
     try:
-        short = [_text(known, min(length, longest), i) for i, length in enumerate(_SHORT)]
-        rows = {(0, i): row for i, row in enumerate(plain.logits(short[0], range(len(short[0]))))}
-        began = time.monotonic()
-        rows |= {(1, i): row for i, row in enumerate(plain.logits(short[1], range(len(short[1]))))}
-        per_token = (time.monotonic() - began) / len(short[1])
-        beyond = [b for b in borders if plain.can_read(b + _BEYOND, per_token, seconds)]
-        length = min(longest, max([_LONG, *(b + _BEYOND for b in beyond)]))
-        texts = [*short, _text(known, length, 2)]
-        passes = schedule([len(text) for text in texts], beyond)
-        wanted = sorted({row for parts in passes for row in rows_of(parts, 2)})
-        rows |= {(2, i): row for i, row in zip(wanted, plain.logits(texts[2], wanted), strict=True)}
+        with in_float32(model):
+            short = [_text(known, min(length, longest), i) for i, length in enumerate(_SHORT)]
+            rows: dict[tuple[int, int], torch.Tensor] = {}
+            for i, text in enumerate(short):
+                rows |= {(i, j): r for j, r in enumerate(plain.logits(text, range(len(text))))}
+            pace = plain.per_token()
+            beyond = [b for b in borders if plain.can_read(b + _BEYOND, pace, seconds)]
+            length = min(longest, max([_LONG, *(b + _BEYOND for b in beyond)]))
+            texts = [*short, _text(known, length, 2)]
+            passes = schedule([len(text) for text in texts], beyond)
+            wanted = sorted({row for parts in passes for row in rows_of(parts, 2)})
+            long = plain.logits(texts[2], wanted)
+            rows |= {(2, j): row for j, row in zip(wanted, long, strict=True)}
     finally:
         model.set_attn_implementation(ATTENTION)
-        for tensor in narrow:
-            tensor.data = tensor.data.to(dtype)
     unreached = [border for border in borders if border not in beyond]
     name = type(model).__name__
     return Expected(texts, passes, rows, beyond, unreached, _has_experts(model), name)
 
 
-def _widen(model: PreTrainedModel) -> list[torch.Tensor]:
-    """Makes float32 of a model's narrower tensors, where there is memory for it: what is expected
-    is then free of rounding, and exact when it is narrowed again. Returns those tensors."""
-    tensors = [*model.parameters(), *model.buffers()]
-    narrow = [t for t in tensors if t.is_floating_point() and t.element_size() < 4]
-    needed = sum(t.numel() for t in narrow) * 4
-    if needed > _WIDE_SHARE * available_memory(model.device):
-        return []
-    for tensor in narrow:
-        tensor.data = tensor.data.float()
-    return narrow
-
-
-def compare(expected: Expected, runner: Runner, pool: PagePool) -> str:
+def compare(expected: Expected, runner: Runner, pool: PagePool, *, coarse: bool = False) -> str:
     """Feeds our runner and compares.
 
     Args:
         expected: of the same model.
         runner: ours.
         pool: of `make_pool`.
+        coarse: whether what matrices are multiplied with is rounded to eight bits.
 
     Returns:
         What was found, in words.
@@ -145,7 +134,7 @@ def compare(expected: Expected, runner: Runner, pool: PagePool) -> str:
     """
     feeder = _Feeder(expected, runner, pool)
     feeder.run()
-    limit = _ROUNDING[runner.store.shape.dtype]
+    limit = max(_ROUNDING[runner.store.shape.dtype], _COARSE if coarse else 0.0)
     far = [one for one in feeder.found if not one[0] <= limit]
     worst = max((one[0] for one in feeder.found), key=lambda value: (math.isnan(value), value))
     bearable = _TURNED if expected.experts else 0
@@ -178,6 +167,15 @@ class _Plain:
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
         self._heads = getattr(model.config.get_text_config(), "num_attention_heads", 1)
+        self._took: list[tuple[int, float]] = []  # tokens of each text, and its seconds
+
+    def per_token(self) -> float:
+        """Seconds of a token, as far as the last two texts tell. What is in blocks is unpacked once
+        a text, however long it is: only what the longer of them took more counts there."""
+        (longer, most), (tokens, seconds) = self._took[-2:]
+        if longer > tokens and in_blocks(self._model):
+            return max((most - seconds) / (longer - tokens), 0.1 * seconds / tokens)
+        return seconds / tokens
 
     def can_read(self, length: int, per_token: float, seconds: float) -> bool:
         """Whether a text of so many tokens takes bearable time and memory, there and here."""
@@ -191,6 +189,7 @@ class _Plain:
         model.set_attn_implementation("eager" if eager else "sdpa")
         ids = torch.tensor([tokens], device=model.device)
         keep = torch.tensor(list(rows), device=model.device)
+        began = time.monotonic()
         try:
             out: torch.Tensor = model(input_ids=ids, use_cache=False, logits_to_keep=keep).logits[0]
         except Exception as error:
@@ -200,6 +199,7 @@ class _Plain:
             ) from error
         if not bool(torch.isfinite(out).all()):
             raise ModelNotSupported(_not_numbers(model))
+        self._took.append((len(tokens), time.monotonic() - began))
         return out.float().cpu()
 
 
@@ -235,15 +235,8 @@ class _Feeder:
             spans.append(Span(committed + wrong, part.start, table, part.wanted + part.refused))
         runner, pool = self._runner, self._pool
         batch = build_batch(spans, pool.page_size, pool.num_pages, runner.device, runner.min_rows)
-        try:
+        with packed_rows_of(self._expected.name):
             out, first = runner.forward(batch).logits.float().cpu(), 0
-        except ModelNotSupported:
-            raise
-        except Exception as error:
-            logger.debug("a pass failed", exc_info=True)
-            raise ModelNotSupported(
-                f"{self._expected.name} cannot run on packed rows: {in_a_line(error)}"
-            ) from error
         for part in parts:
             for offset, row in enumerate(rows_of([part], part.text)):
                 wanted = self._expected.rows[part.text, row]
@@ -261,7 +254,10 @@ def _distance(found: torch.Tensor, wanted: torch.Tensor) -> float:
 def _sound_tokens(model: PreTrainedModel) -> list[int]:
     """Ids to make texts of: those whose embeddings are numbers, and that stand for words."""
     text = model.config.get_text_config()
-    table = model.get_input_embeddings().weight[: text.vocab_size]
+    table = model.get_input_embeddings().weight
+    if isinstance(table, QuantizedWeight):
+        table = table.dequantize()
+    table = table[: text.vocab_size]
     sound = torch.isfinite(table).all(dim=-1)
     for config in (model.config, text):
         for name, value in vars(config).items():

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 
 from engine.config import ModelConfig
 from engine.model import check
+from engine.model.inventory import describe_weights, in_blocks
 from engine.model.loader import LoadedModel, adopt_model, open_model
 from engine.model.native import NativeUnavailable, load_kernels
 from engine.model.paths import cache_directory
@@ -31,8 +32,11 @@ logger = logging.getLogger(__name__)
 _DECISIVE = ("config.json", "model.safetensors.index.json")
 
 
+_WEIGHTS = (".safetensors", ".gguf")
+
+
 def load_checked(directory: Path, config: ModelConfig) -> LoadedModel:
-    """Loads a causal language model from a local directory; safetensors only, no remote code.
+    """Loads a causal language model from a local directory; no pickles, no remote code.
 
     Raises:
         ModelNotSupported: the model cannot be run here, or would be served wrong, and why.
@@ -56,10 +60,11 @@ def _compare(model: PreTrainedModel, config: ModelConfig) -> LoadedModel:
     longest = longest_sequence(model, config.max_model_len)
     borders = [*windows, *_lengths_of(model)]
     expected = check.expect(model, borders, longest)
+    coarse = config.activations == "int8" and in_blocks(model)
     loaded = adopt_model(model, config)
     pool = check.make_pool(expected)
     runner = loaded.make_runner(pool.num_pages, pool.page_size)
-    return replace(loaded, checked=check.compare(expected, runner, pool))
+    return replace(loaded, checked=check.compare(expected, runner, pool, coarse=coarse))
 
 
 def _lengths_of(model: PreTrainedModel) -> list[int]:
@@ -87,12 +92,14 @@ def _key(directory: Path, config: ModelConfig, model: PreTrainedModel) -> str:
         kernels = True
     except NativeUnavailable:
         kernels = False
-    settings = (config.runner, config.max_model_len, kernels)
-    parts = [passes_version(), f"{model.dtype} {model.device} {settings}"]
+    how = (config.numerics, config.activations)
+    settings = (config.runner, how, config.max_model_len, kernels)
+    kinds = describe_weights(model).kinds
+    parts = [passes_version(), f"{model.dtype} {model.device} {kinds} {settings}"]
     for path in sorted(directory.iterdir()):
         if path.name in _DECISIVE:
             parts.append(hashlib.sha256(path.read_bytes()).hexdigest())
-        elif path.suffix == ".safetensors":
+        elif path.suffix in _WEIGHTS:
             status = path.stat()
             parts.append(f"{path.name} {status.st_size} {status.st_mtime_ns}")
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]

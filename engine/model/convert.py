@@ -1,4 +1,8 @@
-"""GGUF files become safetensors directories, once each.
+"""GGUF files become directories with a configuration and a tokenizer, once each.
+
+The weights of common families stay in the file, and are read from there at every start: the
+directory has a link to it, or the file itself if it was fetched. Those of all others are written
+as safetensors, in float32, by transformers' reader.
 
 ::
 
@@ -15,27 +19,31 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import io
 import re
+import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from engine.errors import ConfigurationError, ModelNotSupported
 from engine.model import packages
-from engine.model.files import MAKING, is_whole, place, read_sealed, seal, sha256, write_sealed
+from engine.model.files import (
+    MAKING,
+    WEIGHTS_FILE,
+    is_whole,
+    place,
+    read_sealed,
+    seal,
+    sha256,
+    write_sealed,
+)
+from engine.model.gguf_directory import convert_gguf
 from engine.model.packages import ModelPackage
 from engine.model.paths import cache_directory
 
 #: Raised whenever a conversion would come out differently; old ones are then not used.
-CONVERTER_VERSION = 1
-
-#: `tokenizer.ggml.pre` of vocabularies that cut digits apart before GPT-2's pattern.
-_DIGITS = frozenset({"smollm", "starcoder", "refact", "command-r", "codeshell", "exaone"})
-#: ... and of those that use GPT-2's pattern alone, which is what the reader falls back to.
-_GPT2 = frozenset({"gpt-2", "default", "phi-2", "olmo"})
+CONVERTER_VERSION = 2
 
 _WORK_NAME = re.compile(re.escape(MAKING) + r"([0-9a-f]{16}-v\d+)-.*")
 _SPLIT_NAME = re.compile(r"-\d{5}-of-\d{5}$")
@@ -73,7 +81,19 @@ def find_package(package: ModelPackage) -> Path | None:
 def find_file(path: Path) -> Path | None:
     """The converted model of a local ``.gguf`` file, if it is in the cache."""
     _check_file(path)
-    return _found(_place_of_file(path))
+    target = _place_of_file(path)
+    with contextlib.suppress(OSError):  # a cache that cannot be written is still read
+        _follow(target, path)
+    return _found(target)
+
+
+def _follow(target: Path, path: Path) -> None:
+    """Has a conversion find its file where it is now: the same, but moved or copied."""
+    link = target / WEIGHTS_FILE
+    if link.is_symlink() and link.readlink() != path:
+        part = target.parent / f"{MAKING}{secrets.token_hex(8)}"
+        part.symlink_to(path)
+        part.replace(link)
 
 
 def _found(target: Path) -> Path | None:
@@ -127,10 +147,12 @@ def _make_now(target: Path, fetch: Callable[[Path], Path], report: Report) -> No
         shutil.rmtree(target)
     with tempfile.TemporaryDirectory(dir=key.parent, prefix=f"{MAKING}{key.name}-") as work:
         source = fetch(Path(work))
-        report(f"Converting {target.name} to safetensors, this once")
+        report(f"Reading what {target.name} says of itself, this once")
         made = Path(work, "converted", target.name)
         made.mkdir(parents=True)
         convert_gguf(source, made)
+        if (made / WEIGHTS_FILE).is_symlink() and source.is_relative_to(work):
+            source.replace(made / WEIGHTS_FILE)
         seal(made)
         key.mkdir(exist_ok=True)
         place(made, target)
@@ -185,78 +207,3 @@ def _content_hash(path: Path) -> str:
     found = sha256(path)
     write_sealed(note, found)
     return found
-
-
-def convert_gguf(source: Path, target: Path) -> None:
-    """Writes a GGUF file's model and tokenizer as a safetensors directory.
-
-    Quantised weights are written as float32, in which their values are exact.
-
-    Args:
-        target: an existing, empty directory.
-
-    Raises:
-        ModelNotSupported: architecture, quantisation or tokenizer is not known.
-    """
-    import torch
-    from safetensors import SafetensorError
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
-    where: dict[str, Any] = {
-        "pretrained_model_name_or_path": str(source.parent),
-        "gguf_file": source.name,
-        "local_files_only": True,
-        "trust_remote_code": False,
-    }
-    try:
-        with contextlib.redirect_stderr(io.StringIO()):  # the readers' progress bars
-            tokenizer = AutoTokenizer.from_pretrained(**where)
-            _repair_splitting(tokenizer, _metadata(source, "tokenizer.ggml.pre"), source)
-            model = AutoModelForCausalLM.from_pretrained(
-                **where, dtype=torch.float32, quantization_config=GgufConfig(dequantize=True)
-            )
-    except (ValueError, KeyError, NotImplementedError, ImportError, OSError) as error:
-        raise ModelNotSupported(f"{source.name} cannot be converted: {error}") from error
-    tokenizer.model_max_length = model.config.get_text_config().max_position_embeddings
-    # What is saved is a plain float32 model: nothing about it is quantised any more.
-    model.hf_quantizer = None
-    vars(model.config).pop("quantization_config", None)
-    try:
-        with contextlib.redirect_stderr(io.StringIO()):
-            model.save_pretrained(target)
-            tokenizer.save_pretrained(target)
-    except Exception as error:
-        # How a full disk is reported by libraries that are written in Rust.
-        if isinstance(error, SafetensorError) or "(os error " in str(error):
-            raise OSError(str(error)) from error
-        raise
-
-
-def _metadata(source: Path, key: str) -> str | None:
-    from gguf import GGUFReader
-
-    field = GGUFReader(source).fields.get(key)
-    return None if field is None else str(field.contents())
-
-
-def _repair_splitting(tokenizer: Any, kind: str | None, source: Path) -> None:
-    """Makes a byte-level tokenizer cut text as its vocabulary was trained to.
-
-    transformers' reader knows some kinds of cutting and silently uses GPT-2's for the rest. A
-    model then still answers, only worse: " 2024" or two spaces before a digit become tokens
-    that it never saw in training.
-    """
-    from tokenizers import pre_tokenizers
-
-    backend = tokenizer.backend_tokenizer
-    if kind is None or not isinstance(backend.pre_tokenizer, pre_tokenizers.ByteLevel):
-        return
-    if kind in _DIGITS:
-        digits = pre_tokenizers.Digits(individual_digits=True)
-        words = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-        backend.pre_tokenizer = pre_tokenizers.Sequence([digits, words])
-    elif kind not in _GPT2:
-        raise ModelNotSupported(
-            f"{source.name} cuts text as {kind!r}, which is not known here, so its prompts would "
-            "be read wrongly; use the same model in safetensors."
-        )

@@ -18,6 +18,9 @@ from pathlib import Path
 #: Temporary names begin so; what bears one for long was left behind by a process that ended.
 MAKING = ".making-"
 
+#: What a GGUF file is called in a model's directory, where it takes the place of safetensors.
+WEIGHTS_FILE = "model.gguf"
+
 _SEAL = ".seal.json"
 _STALE_SECONDS = 3600.0
 #: Files up to this size are read whole when they are checked; of larger ones, which are weights,

@@ -4,7 +4,7 @@ Three kinds of operation do not, on CPUs: matrix products, whose order of summat
 number of rows; activations such as SiLU, whose last few numbers of a piece are computed otherwise
 than the rest; and mixtures of experts, which are made of both. All are replaced in place:
 
-- `nn.Linear`, `Conv1D` and experts by layers on our own kernel;
+- `nn.Linear`, `Conv1D`, `QuantizedLinear` and experts by layers on our own kernels;
 - activation modules by themselves, on pieces that have no such rest;
 - what a module does without a layer of its own, as routers do, is caught where it is called.
 
@@ -25,7 +25,10 @@ from torch.overrides import TorchFunctionMode
 from transformers.pytorch_utils import Conv1D
 
 from engine.model.experts import PackedExperts, is_experts
+from engine.model.fewbit_linear import FewbitPacker
 from engine.model.linear import PackedLinear, Packer
+from engine.model.matrices import is_fewbit
+from engine.model.quantized import QuantizedLinear
 
 #: torch computes elements two vectors at a time, and what is left of a thread's piece one by one:
 #: two vectors are 64 numbers of two bytes in AVX-512. A piece has 32,768 numbers at least, or, from
@@ -54,8 +57,12 @@ _FUNCTIONS = frozenset(
 )
 
 
-def make_invariant(model: nn.Module) -> None:
+def make_invariant(model: nn.Module, activations: str = "int16") -> None:
     """Replaces what depends on the other rows of a pass, in place.
+
+    Args:
+        model: transformers' own.
+        activations: what rows are multiplied as with weights in few bits; see `PLANES`.
 
     Raises:
         NativeUnavailable: the kernels cannot be compiled here; nothing was replaced.
@@ -64,7 +71,8 @@ def make_invariant(model: nn.Module) -> None:
     callers = [m for m in model.modules() if m in loose or any(c in loose for c in m.children())]
     packer = Packer()
     mode = _Rows(packer, {id(w): packer.linear(w) for m in loose for w in _matrices(m)})
-    _replace_layers(model, packer)
+    _widen_others(model)
+    _replace_layers(model, packer, FewbitPacker(activations))
     for module in model.modules():
         if type(module).__module__ in _ACTIVATIONS and not isinstance(module, _NOT_BY_ELEMENT):
             _wrap(
@@ -150,16 +158,31 @@ def _matrices(module: nn.Module) -> list[nn.Parameter]:
     return [p for p in module.parameters(recurse=False) if p.dim() == 2]
 
 
-def _replace_layers(module: nn.Module, packer: Packer) -> None:
+def _widen_others(model: nn.Module) -> None:
+    """Layers in blocks that no kernel multiplies become plain ones in the model's dtype."""
+    dtype = next(model.parameters()).dtype
+    for parent in list(model.modules()):
+        for name, child in parent.named_children():
+            if isinstance(child, QuantizedLinear) and not is_fewbit(child):
+                plain = nn.Linear(child.in_features, child.out_features, False, device="meta")
+                plain.weight = nn.Parameter(child.weight.dequantize().to(dtype), False)
+                if child.bias is not None:
+                    plain.bias = nn.Parameter(child.bias, False)
+                setattr(parent, name, plain)
+
+
+def _replace_layers(module: nn.Module, packer: Packer, fewbit: FewbitPacker) -> None:
     children: list[tuple[str, Any]] = list(module.named_children())
     for name, child in children:
-        if type(child) in (nn.Linear, Conv1D):
+        if is_fewbit(child):
+            setattr(module, name, fewbit.linear(child.weight, child.bias))
+        elif type(child) in (nn.Linear, Conv1D):
             weight = child.weight if type(child) is nn.Linear else child.weight.T
             setattr(module, name, packer.linear(weight, child.bias))
         elif is_experts(child):
             setattr(module, name, PackedExperts(child, packer))
         else:
-            _replace_layers(child, packer)
+            _replace_layers(child, packer, fewbit)
 
 
 def _wrap(module: nn.Module, around: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:

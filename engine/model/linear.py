@@ -15,6 +15,7 @@ from torch import nn
 from engine.cache.huge_pages import Arena
 from engine.model.native import check_layouts, fields, load_kernels
 from engine.model.packing import pack, pad_rows
+from engine.model.quantized import QuantizedEmbedding, QuantizedLinear, QuantizedWeight
 
 
 class _Linear(ctypes.Structure):
@@ -105,3 +106,8 @@ def give_back(module: nn.Module) -> None:
     """Frees the memory of a module's weights, once they are packed."""
     for parameter in module.parameters():
         parameter.data = parameter.data.new_empty(0)
+    for part in module.modules():
+        if isinstance(part, (QuantizedLinear, QuantizedEmbedding)):
+            weight = part.weight
+            none = weight.data.new_empty(0, weight.data.shape[1])
+            part.weight = QuantizedWeight(weight.kind, 0, weight.inputs, none)

@@ -1,10 +1,10 @@
-"""From a directory of safetensors to a model that runs: device, dtype, weights, attention."""
+"""From a directory of weights to a model that runs: device, dtype, weights, attention."""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from engine.model.attention.cpu import DTYPES as CPU_DTYPES
 from engine.model.attention.cpu import MAX_GROUP, CpuAttention
 from engine.model.attention.reference import ReferenceAttention
 from engine.model.invariant import make_invariant
+from engine.model.inventory import describe_weights
 from engine.model.linear import can_pack, has_native_bfloat16
 from engine.model.native import NativeUnavailable
 from engine.model.native_decoder import NativeDecoder, why_not_native
@@ -27,12 +28,21 @@ from engine.model.passes import Runner
 from engine.model.probe import LayerNeeds, cache_shape, longest_sequence, probe
 from engine.model.runner import ATTENTION, ModelRunner
 from engine.model.weights import read_model
+from engine.types import WeightsInfo
 
 logger = logging.getLogger(__name__)
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
-RUNNERS = ("auto", "native", "torch", "reference")
+RUNNERS = ("auto", "native", "cuda", "torch", "reference")
+
+
+def _nothing(_page_size: int, _max_rows: int, /) -> int:
+    return 0
+
+
+#: Whether "auto" keeps the blocks of a GGUF file.
+KEEP_BLOCKS = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,15 +51,18 @@ class LoadedModel:
 
     Attributes:
         make_runner: (num_pages, page_size) -> runner; allocates the K/V store.
-        runner_name: "native", "torch" or "reference".
+        runner_name: "native", "cuda", "torch" or "reference".
         shape: what the model stores per token.
         device: where it runs.
         vocab_size: token ids in use; the output layer may be padded beyond.
         max_model_len: most tokens it was made for, or configured to.
         eos_token_ids: tokens that end a text.
         checked: what comparing it with transformers' own forward has found, in words.
+        reserve: (page_size, most rows of a pass) -> bytes that a runner takes on its device
+            beside weights and pages, as far as that is not little.
         embed: int64 ids [...] -> embeddings [..., hidden], for heads, which borrow them.
         taps: of a head: number of its target's layers -> those whose hidden states it reads.
+        weights: what it was loaded with.
     """
 
     make_runner: Callable[[int, int], Runner]
@@ -60,12 +73,14 @@ class LoadedModel:
     max_model_len: int
     eos_token_ids: frozenset[int]
     checked: str = "not compared with transformers"
+    reserve: Callable[[int, int], int] = _nothing
     embed: Callable[[torch.Tensor], torch.Tensor] | None = None
     taps: Callable[[int], tuple[int, ...]] | None = None
+    weights: WeightsInfo = field(default_factory=WeightsInfo)
 
 
 def load_model(directory: Path, config: ModelConfig) -> LoadedModel:
-    """Loads a causal language model from a local directory; safetensors only, no remote code.
+    """Loads a causal language model from a local directory; no pickles, no remote code.
 
     Raises:
         ModelNotSupported: the model cannot be run here, and why.
@@ -82,8 +97,8 @@ def open_model(directory: Path, config: ModelConfig) -> PreTrainedModel:
         ConfigurationError: dtype, device or attention cannot be had.
     """
     device = choose_device(config.device)
-    dtype = choose_dtype(config.dtype, device)
-    model = read_model(directory, dtype).to(device)
+    dtype = choose_dtype(config.dtype if config.weights not in _DTYPES else config.weights, device)
+    model = read_model(directory, dtype, choose_weights(config.weights, device)).to(device)
     model.eval().requires_grad_(False)
     if not getattr(model, "_supports_attention_backend", False):
         raise ModelNotSupported(
@@ -105,17 +120,23 @@ def adopt_model(model: PreTrainedModel, config: ModelConfig) -> LoadedModel:
     limit = longest_sequence(model, config.max_model_len)
     text = model.config.get_text_config()
     facts = (model.device, text.vocab_size, limit, _eos_token_ids(model))
+    make_loaded = partial(LoadedModel, weights=describe_weights(model))
     if config.runner in ("auto", "native"):
-        decoder = _native_decoder(model, limit, needs, required=config.runner == "native")
+        decoder = _native_decoder(model, limit, needs, config)
         if decoder is not None:
             native = partial(NativeRunner, decoder)
-            return LoadedModel(native, "native", decoder.shape, *facts, embed=decoder.embed)
-    backend = _choose_attention(config.runner, model, needs[0])
-    _make_invariant(model)
-    name = "torch" if isinstance(backend, CpuAttention) else "reference"
+            return make_loaded(native, "native", decoder.shape, *facts, embed=decoder.embed)
+    if config.runner in ("auto", "cuda"):
+        found = _cuda_runner(model, config, limit, needs)
+        if found is not None:
+            make_runner, reserve, shape = found
+            return make_loaded(make_runner, "cuda", shape, *facts, reserve=reserve)
+    backend = _choose_attention(config.runner, model, needs[0], limit)
+    _make_invariant(model, config.activations)
+    name = "reference" if isinstance(backend, ReferenceAttention) else "torch"
     shape = cache_shape(model, needs)
     make = partial(ModelRunner, model, backend, shape)
-    return LoadedModel(make, name, shape, *facts, embed=model.get_input_embeddings())
+    return make_loaded(make, name, shape, *facts, embed=model.get_input_embeddings())
 
 
 def choose_device(name: str) -> torch.device:
@@ -138,31 +159,76 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     return _DTYPES[name]
 
 
+def choose_weights(name: str, device: torch.device) -> str:
+    """What weights are kept in: "float", "file", "int8" or "int4"; see `read_model`."""
+    if name == "auto":
+        name = "file" if KEEP_BLOCKS and device.type == "cpu" else "float"
+    if name in _DTYPES:
+        return "float"
+    if name != "float" and device.type != "cpu":
+        raise ConfigurationError(
+            f"weights is {name}, but blocks of few bits are multiplied on CPUs only, and the "
+            f"device is {device.type}; use bfloat16."
+        )
+    return name
+
+
 def _native_decoder(
-    model: PreTrainedModel, max_model_len: int, needs: Sequence[LayerNeeds], *, required: bool
+    model: PreTrainedModel, max_model_len: int, needs: Sequence[LayerNeeds], config: ModelConfig
 ) -> NativeDecoder | None:
     """The model's weights repacked for the native decoder, or None if it cannot run there."""
     reason = why_not_native(model)
     if reason is None:
         try:
-            return NativeDecoder(model, max_model_len, [layer.window for layer in needs])
+            windows = [layer.window for layer in needs]
+            return NativeDecoder(model, max_model_len, windows, config.activations)
         except NativeUnavailable as error:
             reason = str(error)
-    if required:
+    if config.runner == "native":
         raise ConfigurationError(f"runner is native, but {reason}; use auto.")
     logger.info("the native runner does not apply: %s", reason)
     return None
 
 
-def _choose_attention(runner: str, model: PreTrainedModel, needs: LayerNeeds) -> AttentionBackend:
-    """The native attention kernel where it applies; the reference where it does not."""
-    if runner == "reference":
-        return ReferenceAttention()
-    reason = _why_not_cpu(model, needs)
+def _cuda_runner(
+    model: PreTrainedModel, config: ModelConfig, max_model_len: int, needs: Sequence[LayerNeeds]
+) -> tuple[Callable[[int, int], Runner], Callable[[int, int], int], CacheShape] | None:
+    """What makes a runner on a GPU's own kernels, what it takes, and what it stores; None if the
+    model cannot run there. On a CPU the kernels are interpreted, for those who ask by name."""
+    required = config.runner == "cuda"
+    if not required and model.device.type != "cuda":
+        return None
+    # Only here: Triton is no part of a server on CPUs.
+    from engine.model.cuda.weights import CudaDecoder, why_not_cuda
+
+    reason = why_not_cuda(model)
     if reason is None:
         try:
-            return CpuAttention()
-        except NativeUnavailable as error:
+            from engine.model.cuda.runner import CudaRunner, runner_bytes
+        except ImportError as error:
+            reason = str(error)
+        else:
+            decoder = CudaDecoder(model, max_model_len, [layer.window for layer in needs])
+            make_runner = partial(CudaRunner, decoder, config.numerics)
+            return make_runner, partial(runner_bytes, decoder, config.numerics), decoder.shape
+    if required:
+        raise ConfigurationError(f"runner is cuda, but {reason}; use auto.")
+    logger.warning("the cuda runner does not apply: %s", reason)
+    return None
+
+
+def _choose_attention(
+    runner: str, model: PreTrainedModel, needs: LayerNeeds, max_model_len: int
+) -> AttentionBackend:
+    """The device's own attention kernel where it applies; the reference where it does not."""
+    if runner == "reference":
+        return ReferenceAttention()
+    on_gpu = model.device.type == "cuda"
+    reason = _why_no_kernel(model, needs)
+    if reason is None:
+        try:
+            return _cuda_attention(needs, max_model_len) if on_gpu else CpuAttention()
+        except (NativeUnavailable, ImportError) as error:
             reason = str(error)
     if runner == "torch":
         raise ConfigurationError(f"runner is torch, but {reason}; use reference.")
@@ -170,20 +236,27 @@ def _choose_attention(runner: str, model: PreTrainedModel, needs: LayerNeeds) ->
     return ReferenceAttention()
 
 
-def _make_invariant(model: PreTrainedModel) -> None:
+def _make_invariant(model: PreTrainedModel, activations: str) -> None:
     """Our own matrix kernel for all layers, where there is one; elsewhere torch's products stay,
     and the self-test at start tells how far their rows depend on each other."""
     if can_pack(model.dtype, model.device):
         try:
-            make_invariant(model)
+            make_invariant(model, activations)
         except NativeUnavailable as error:
             logger.warning("linear layers stay torch's, rows may depend on the batch: %s", error)
 
 
-def _why_not_cpu(model: PreTrainedModel, needs: LayerNeeds) -> str | None:
-    if model.device.type != "cpu":
+def _cuda_attention(needs: LayerNeeds, max_model_len: int) -> AttentionBackend:
+    from engine.model.attention.cuda import CudaAttention
+
+    return CudaAttention(needs.heads, max_model_len)
+
+
+def _why_no_kernel(model: PreTrainedModel, needs: LayerNeeds) -> str | None:
+    device = model.device.type
+    if device not in ("cpu", "cuda"):
         return f"the model is on {model.device}"
-    if model.dtype not in CPU_DTYPES:
+    if device == "cpu" and model.dtype not in CPU_DTYPES:
         return f"the kernel has no {model.dtype}"
     if needs.head_size % 2:
         return f"the size of a head, {needs.head_size}, is odd"

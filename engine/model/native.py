@@ -23,6 +23,14 @@ _FLAGS = ("-O3", "-std=c++17", "-fPIC", "-fopenmp", "-ffp-contract=fast", "-w")
 _KERNELS = Path(__file__).parent / "kernels" / "kernels.cpp"
 
 
+#: As `TileUnit` in kernels/tiles.h counts them.
+_TILE_UNITS = (
+    "no tile unit (AMX) on this CPU",
+    "a tile unit (AMX) that the operating system does not grant",
+    "a tile unit (AMX)",
+    "an emulated tile unit",
+)
+
 #: Hexadecimal digits of a hash in a file's name.
 _HASH = 24
 
@@ -67,16 +75,23 @@ def check_layouts(library: ctypes.CDLL, *structures: type[ctypes.Structure]) -> 
             )
 
 
-def load_kernels(instructions: str = "native") -> ctypes.CDLL:
+def load_kernels(instructions: str = "native", emulate_tiles: bool = False) -> ctypes.CDLL:
     """The kernels of `engine.model.kernels`.
 
     Args:
         instructions: what to compile for, as in the compiler's `-march`; the CPU must have it.
+        emulate_tiles: computes bfloat16 layers as a CPU with AMX does, by plain code.
 
     Raises:
         NativeUnavailable: they cannot be compiled or loaded.
     """
-    return compile_library(_KERNELS, instructions)
+    definitions = ("-DSPECSERVE_EMULATE_TILES",) if emulate_tiles else ()
+    return compile_library(_KERNELS, instructions, definitions)
+
+
+def tile_unit(library: ctypes.CDLL) -> str:
+    """What multiplies bfloat16 tiles in these kernels, in words."""
+    return _TILE_UNITS[library.specserve_tile_unit()]
 
 
 def build_kernels(instructions: str) -> Path:
@@ -88,20 +103,27 @@ def build_kernels(instructions: str) -> Path:
     return _compiled(_KERNELS, instructions)
 
 
-def compile_library(source: Path, instructions: str = "native") -> ctypes.CDLL:
+def compile_library(
+    source: Path, instructions: str = "native", definitions: tuple[str, ...] = ()
+) -> ctypes.CDLL:
     """Compiles one C++ file into a shared library, unless that was done before, and loads it.
+
+    Args:
+        source: the file.
+        instructions: what to compile for.
+        definitions: further flags for the compiler.
 
     Raises:
         NativeUnavailable: it cannot be compiled or loaded.
     """
-    library = _compiled(source, instructions)
+    library = _compiled(source, instructions, definitions)
     try:
         return ctypes.CDLL(str(library))
     except OSError as error:
         raise NativeUnavailable(f"{library} cannot be loaded: {error}") from error
 
 
-def _compiled(source: Path, instructions: str) -> Path:
+def _compiled(source: Path, instructions: str, definitions: tuple[str, ...] = ()) -> Path:
     """The library in the cache, made if it is not there.
 
     Its name covers source, headers beside it, flags, torch and this machine's CPU flags, since
@@ -109,7 +131,7 @@ def _compiled(source: Path, instructions: str) -> Path:
     a damaged one, which could end the process, is compiled anew. Where there is no compiler any
     more, what any compiler made before is used.
     """
-    flags = (*_FLAGS, f"-march={instructions}")
+    flags = (*_FLAGS, *definitions, f"-march={instructions}")
     compiler = find_compiler()
     maker = "*" if compiler is None else _hash(_run([compiler, "--version"]))
     texts = [path.read_text() for path in (source, *sorted(source.parent.glob("*.h")))]

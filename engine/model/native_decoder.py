@@ -3,7 +3,8 @@
 transformers runs a decoder as some thirty small operations per layer; at one row per step
 their overhead exceeds the work. Here the weights are repacked once, and one call runs all
 layers on a packed batch: `kernels/decoder.h`. Activations between the layers and the residual
-stream stay float32; matrix inputs and K/V are rounded to the weights' type.
+stream stay float32; K/V and what dense matrices are multiplied with are rounded to the model's
+type, and what matrices in few bits are multiplied with to whole numbers (`kernels/quantized.h`).
 
 Every row is computed as if it were alone (see `kernels/matmul.h`), so tokens do not depend on
 how many rows share a pass. transformers' own forward is the reference in the tests.
@@ -21,9 +22,11 @@ from transformers import PreTrainedModel
 
 from engine.cache.huge_pages import Arena
 from engine.cache.store import CacheShape, KVStore
+from engine.model.fewbit_linear import PLANES
 from engine.model.linear import give_back
+from engine.model.matrices import Matrices, Matrix, Order, is_fewbit
 from engine.model.native import check_layouts, fields, load_kernels
-from engine.model.packing import BLOCK, alternate, alternate_halves, pack, pad_rows
+from engine.model.packing import BLOCK, alternate, alternate_halves, pad_rows
 
 _MAX_GROUP = 16  # query heads per key/value head (`kTileRows`)
 
@@ -41,7 +44,8 @@ class _Layer(ctypes.Structure):
     """Mirrors `Layer` in kernels/decoder.h."""
 
     _fields_ = [
-        *fields(ctypes.c_void_p, "input_norm post_norm qkv output gate_up down"),
+        *fields(ctypes.c_void_p, "input_norm post_norm"),
+        *fields(Matrix, "qkv output gate_up down"),
         *fields(ctypes.c_void_p, "qkv_bias output_bias gate_up_bias down_bias"),
         *fields(ctypes.c_void_p, "query_norm key_norm key_cache value_cache"),
         *fields(ctypes.c_int32, "window unused"),
@@ -53,11 +57,13 @@ class _Decoder(ctypes.Structure):
 
     _fields_ = [
         ("layers", ctypes.POINTER(_Layer)),
-        *fields(ctypes.c_void_p, "embedding final_norm head cosines sines"),
+        *fields(ctypes.c_void_p, "embedding final_norm"),
+        ("head", Matrix),
+        *fields(ctypes.c_void_p, "cosines sines"),
         *fields(ctypes.c_int32, "num_layers hidden intermediate vocab"),
         *fields(ctypes.c_int32, "heads groups head_size bfloat16"),
         *fields(ctypes.c_float, "epsilon scale"),
-        *fields(ctypes.c_int32, "paired unused"),
+        *fields(ctypes.c_int32, "paired planes embedding_form unused"),
     ]
 
 
@@ -66,10 +72,12 @@ class Step(ctypes.Structure):
 
     _fields_ = [
         *fields(ctypes.c_void_p, "input_ids positions slots logit_rows"),
-        *fields(ctypes.c_void_p, "query_starts context_lengths page_tables"),
-        *fields(ctypes.c_void_p, "residual squares normed queries qkv gated logits"),
+        *fields(ctypes.c_void_p, "query_starts context_lengths page_tables branches paths"),
+        *fields(ctypes.c_void_p, "residual squares normed queries qkv gated"),
+        *fields(ctypes.c_void_p, "normed_groups gated_groups logits"),
         *fields(ctypes.c_void_p, "features feature_layers"),
         *fields(ctypes.c_int32, "rows num_logits sequences table_width page_size num_features"),
+        *fields(ctypes.c_int32, "num_branches unused"),
     ]
 
 
@@ -89,7 +97,7 @@ def why_not_native(model: PreTrainedModel) -> str | None:
     if rope not in _STATIC_ROPE:
         return f"its rotary embedding is {rope}"
     matrices = {type(m).__name__ for m in model.modules() if hasattr(m, "in_features")}
-    if matrices != {"Linear"}:  # such as quantised ones
+    if matrices - {"Linear", "QuantizedLinear"}:  # who knows what they compute
         return f"its matrices are {', '.join(sorted(matrices))}"
     head_size = model.model.layers[0].self_attn.head_dim
     if any(width % 2 for width in (config.hidden_size, config.intermediate_size, head_size)):
@@ -107,20 +115,33 @@ class NativeDecoder:
             so that there is never a second copy of them.
         max_model_len: positions to prepare rotary tables for.
         windows: of each layer, how many positions a row sees at most; 0 = all.
+        activations: what rows are multiplied as with weights in few bits; see `PLANES`.
 
     Raises:
         NativeUnavailable: the kernels cannot be compiled here.
     """
 
-    def __init__(self, model: PreTrainedModel, max_model_len: int, windows: Sequence[int]) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        max_model_len: int,
+        windows: Sequence[int],
+        activations: str = "int16",
+    ) -> None:
         library = load_kernels()
-        check_layouts(library, _Layer, _Decoder, Step)
+        check_layouts(library, Matrix, _Layer, _Decoder, Step)
         self._kernel = library.specserve_decode
         self._kernel.argtypes = [ctypes.POINTER(_Decoder), ctypes.POINTER(Step)]
         self._kernel.restype = None
+        self._widen = library.specserve_embed
+        self._widen.argtypes = [ctypes.POINTER(_Decoder), *[ctypes.c_void_p] * 3]
+        self._widen.restype = None
         self._kept: list[torch.Tensor] = []  # what the kernel's pointers point to
         self._arena = Arena()
         self.dtype = model.dtype
+        self.planes = PLANES[activations]
+        self.fewbit = any(is_fewbit(module) for module in model.modules())
+        self._matrices = Matrices(self._keep, self.dtype)
         body, config = model.model, model.config
         attention = body.layers[0].self_attn
         self.heads = config.num_attention_heads
@@ -133,13 +154,13 @@ class NativeDecoder:
         self._layers = (_Layer * len(body.layers))(*map(self._layer, body.layers, windows))
         positions = torch.arange(max_model_len).unsqueeze(0)
         cosines, sines = body.rotary_emb(torch.zeros(1, dtype=torch.float32), positions)
-        embedding = self._keep(body.embed_tokens.weight.detach())
-        self._embedding = self._kept[-1]
+        table, head = self._tables(body.embed_tokens, model.lm_head)
+        self._embedding = None if table.pieces[0].form else self._kept[-1]
         self._decoder = _Decoder(
             layers=self._layers,
-            embedding=embedding,
+            embedding=table.pieces[0].packed,
             final_norm=self._keep(body.norm.weight.detach().float()),
-            head=self._keep(pack(model.lm_head.weight.detach())),
+            head=head,
             cosines=self._keep(cosines[0].float()),
             sines=self._keep(sines[0].float()),
             num_layers=len(body.layers),
@@ -153,6 +174,8 @@ class NativeDecoder:
             epsilon=body.norm.variance_epsilon,
             scale=attention.scaling,
             paired=self._paired,
+            planes=self.planes,
+            embedding_form=table.pieces[0].form,
         )
         give_back(model)
 
@@ -167,8 +190,13 @@ class NativeDecoder:
         return sum(t.numel() * t.element_size() for t in self._kept)
 
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        """The embeddings of int64 ids [...]: [..., hidden] in the weights' type."""
-        return nn.functional.embedding(ids, self._embedding)
+        """The embeddings of int64 ids [...]: [..., hidden] in the model's dtype."""
+        if self._embedding is not None:
+            return nn.functional.embedding(ids, self._embedding)
+        ids, rows = ids.contiguous(), torch.empty(*ids.shape, self.hidden)
+        pointers = ids.data_ptr(), ids.numel(), rows.data_ptr()
+        self._widen(ctypes.byref(self._decoder), *pointers)
+        return rows.to(self.dtype)
 
     def bind(self, store: KVStore) -> Callable[[Step], None]:
         """A function that runs one pass with `store` as the cache; stores may be many."""
@@ -190,10 +218,10 @@ class NativeDecoder:
         packed = _Layer(
             input_norm=self._keep(layer.input_layernorm.weight.detach().float()),
             post_norm=self._keep(layer.post_attention_layernorm.weight.detach().float()),
-            qkv=self._keep(pack(self._join([p.weight.detach() for p in qkv]))),
-            output=self._keep(pack(attention.o_proj.weight.detach())),
-            gate_up=self._keep(pack(alternate(gate.weight.detach(), up.weight.detach()))),
-            down=self._keep(pack(mlp.down_proj.weight.detach())),
+            qkv=self._matrices.in_turn(qkv, self._orders()),
+            output=self._matrices.single(attention.o_proj),
+            gate_up=self._matrices.joined((gate, up), lambda tensors: alternate(*tensors)),
+            down=self._matrices.single(mlp.down_proj),
             qkv_bias=self._qkv_bias(*qkv),
             output_bias=self._bias(attention.o_proj),
             gate_up_bias=self._gate_up_bias(gate, up),
@@ -205,13 +233,22 @@ class NativeDecoder:
         give_back(layer)
         return packed
 
-    def _join(self, parts: list[torch.Tensor]) -> torch.Tensor:
-        """Weights or biases of queries, keys and values, in the order the kernel wants."""
-        if self._paired:
-            query, key, value = parts
-            halves = [alternate_halves(part, self.head_size) for part in (query, key)]
-            return torch.cat([*halves, value])
-        return torch.cat(parts)
+    def _tables(self, embedding: nn.Module, output: nn.Module) -> tuple[Matrix, Matrix]:
+        """Embedding and output layer; blocks that both share are packed once."""
+        head = self._matrices.single(output)
+        tied = is_fewbit(output) and output.weight is embedding.weight
+        return head if tied else self._matrices.table(embedding), head  # the table is kept last
+
+    def _orders(self) -> list[Order]:
+        """How the kernel wants what belongs to queries, keys and values."""
+
+        def halved(tensors: list[torch.Tensor]) -> torch.Tensor:
+            return alternate_halves(tensors[0], self.head_size)
+
+        def as_it_is(tensors: list[torch.Tensor]) -> torch.Tensor:
+            return tensors[0]
+
+        return [halved, halved, as_it_is] if self._paired else [as_it_is] * 3
 
     def _qkv_bias(self, *layers: nn.Linear) -> int | None:
         found = [_bias_of(layer) for layer in layers]
@@ -221,7 +258,8 @@ class NativeDecoder:
             torch.zeros(layer.out_features) if bias is None else bias
             for layer, bias in zip(layers, found, strict=True)
         ]
-        return self._keep(pad_rows(self._join(parts)))
+        pairs = zip(self._orders(), parts, strict=True)
+        return self._keep(pad_rows(torch.cat([order([part]) for order, part in pairs])))
 
     def _bias(self, layer: nn.Linear) -> int | None:
         bias = _bias_of(layer)

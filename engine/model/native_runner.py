@@ -8,6 +8,8 @@ import torch
 
 from engine.batch import Batch
 from engine.cache.store import KVStore
+from engine.model.attention.cpu import branches_of, move_tokens
+from engine.model.fewbit_linear import group_bytes
 from engine.model.native_decoder import NativeDecoder, Step
 from engine.model.packing import BLOCK, num_blocks
 from engine.model.passes import Pass, check_layers, start_timer
@@ -24,6 +26,7 @@ class NativeRunner:
 
     #: One row is computed like any other.
     min_rows = 1
+    branches = True
 
     def __init__(self, decoder: NativeDecoder, num_pages: int, page_size: int) -> None:
         self.device = torch.device("cpu")
@@ -49,20 +52,28 @@ class NativeRunner:
             table_width=batch.page_tables.shape[1],
             page_size=batch.page_size,
             num_features=len(features),
+            **branches_of(batch),
         )
         tokens = ("input_ids", "positions", "slots", "logit_rows")
         for name in (*tokens, "query_starts", "context_lengths", "page_tables"):
             setattr(step, name, getattr(batch, name).data_ptr())
         for name in ("residual", "squares", "normed", "queries", "qkv", "gated", "logits"):
             setattr(step, name, getattr(self, f"_{name}").data_ptr())
+        step.normed_groups, step.gated_groups = (g.data_ptr() for g in self._groups)
         self._run(step)
         own = rows - batch.num_padding_rows
         kept = {layer: state[:own] for layer, state in zip(features, states, strict=True)}
         return Pass(self._logits[: batch.num_logits], end(), kept)
 
+    def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """See `TreeRunner.move`."""
+        move_tokens(self.store, sources, targets)
+
     def _make_room(self, rows: int, num_logits: int) -> None:
         """Grows the buffers; in the steady state they are just reused."""
-        decoder, dtype = self._decoder, self._decoder.dtype
+        decoder = self._decoder
+        # What waits to become whole numbers waits in float32.
+        dtype = torch.float32 if decoder.fewbit else decoder.dtype
         if rows > self._rows:
             self._rows = rows
             attended = decoder.heads * decoder.head_size
@@ -71,9 +82,14 @@ class NativeRunner:
             self._residual = torch.empty(hidden, rows, BLOCK)
             self._squares = torch.empty(hidden, rows)
             self._normed = torch.empty(widest, rows, BLOCK, dtype=dtype)
-            self._queries = torch.empty(rows, attended, dtype=dtype)
+            self._queries = torch.empty(rows, attended, dtype=decoder.dtype)
             self._qkv = torch.empty(rows, num_blocks(joined) * BLOCK)
-            self._gated = torch.empty(num_blocks(decoder.intermediate), rows, BLOCK, dtype=dtype)
+            gated = num_blocks(decoder.intermediate)
+            self._gated = torch.empty(gated, rows, BLOCK, dtype=dtype)
+            size = group_bytes(decoder.planes) if decoder.fewbit else 0
+            self._groups = [
+                torch.empty(n * rows * size, dtype=torch.uint8) for n in (widest, gated)
+            ]
         if num_logits > self._num_logits or not hasattr(self, "_logits"):
             self._num_logits = num_logits
             self._logits = torch.empty(num_logits, decoder.vocab)

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, TypeGuard
 
 import torch
 
@@ -37,9 +37,10 @@ class Pass:
 
 
 class Runner(Protocol):
-    """Runs a model over packed batches: `NativeRunner` or `ModelRunner`."""
+    """Runs a model over packed batches: `NativeRunner`, `CudaRunner` or `ModelRunner`."""
 
     store: KVStore
+    #: Where the tensors of its batches have to be; the model itself may be elsewhere.
     device: torch.device
     #: Rows a pass needs at least, so that every row is computed alike.
     min_rows: int
@@ -57,6 +58,28 @@ class Runner(Protocol):
             ValueError: `features` names a layer that the model does not have.
         """
         ...
+
+
+class TreeRunner(Runner, Protocol):
+    """One that also takes batches with drafts that branch."""
+
+    #: Whether it does; a runner that does not say so is given chains only.
+    branches: bool
+
+    def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Moves the keys and values of all layers within the store, as if tokens had been fed to
+        other slots in the first place.
+
+        Args:
+            sources: [N] int64 slots. They are read in order: none may be an earlier target.
+            targets: [N] int64 slots.
+        """
+        ...
+
+
+def can_branch(runner: Runner) -> TypeGuard[TreeRunner]:
+    """Whether a runner takes batches with drafts that branch."""
+    return bool(getattr(runner, "branches", False))
 
 
 def check_layers(features: Seq[int], num_layers: int) -> None:

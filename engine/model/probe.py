@@ -7,9 +7,10 @@ attention is what counts.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +20,7 @@ from transformers import PreTrainedModel
 from engine.cache.store import CacheShape
 from engine.errors import ConfigurationError, ModelNotSupported
 from engine.model.attention.base import AttentionCall
+from engine.model.quantized import shapes_only
 from engine.model.weights import in_a_line
 
 logger = logging.getLogger(__name__)
@@ -42,6 +44,22 @@ class LayerNeeds:
 
 
 @torch.inference_mode()
+@contextlib.contextmanager
+def packed_rows_of(name: str) -> Iterator[None]:
+    """Whatever a model of that name raises while it runs on packed rows becomes a refusal.
+
+    Raises:
+        ModelNotSupported: in its place.
+    """
+    try:
+        yield
+    except ModelNotSupported:
+        raise
+    except Exception as error:
+        logger.debug("a pass failed", exc_info=True)
+        raise ModelNotSupported(f"{name} cannot run on packed rows: {in_a_line(error)}") from error
+
+
 def probe(model: PreTrainedModel) -> tuple[LayerNeeds, ...]:
     """The needs of every layer, in order.
 
@@ -59,15 +77,8 @@ def probe(model: PreTrainedModel) -> tuple[LayerNeeds, ...]:
 
     ids = torch.zeros(1, 2, dtype=torch.int64, device=model.device)
     positions = torch.arange(2, device=model.device).unsqueeze(0)
-    try:
+    with shapes_only(), packed_rows_of(type(model).__name__):
         model(input_ids=ids, position_ids=positions, use_cache=False, paged_attend=attend)
-    except ModelNotSupported:
-        raise
-    except Exception as error:
-        logger.debug("a pass failed", exc_info=True)
-        raise ModelNotSupported(
-            f"{type(model).__name__} cannot run on packed rows: {in_a_line(error)}"
-        ) from error
     check_layers(model, [call.layer for call in calls])
     needs = tuple(
         LayerNeeds(call.queries.shape[1], call.keys.shape[1], call.keys.shape[2], call.window)

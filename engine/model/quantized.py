@@ -6,13 +6,20 @@ them is the format's matter: https://github.com/ggml-org/ggml/blob/master/docs/g
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-from gguf.quants import dequantize
+from gguf.quants import dequantize, quantize
 from torch import nn
+
+#: Rows that are computed at a time, so that what lies between two operations stays in the cache.
+_CHUNK = 128
+
+_shapes_only: ContextVar[bool] = ContextVar("shapes_only", default=False)
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,8 +49,49 @@ class QuantizedWeight:
 
     def dequantize(self) -> torch.Tensor:
         """float32 [outputs, inputs], as the gguf package computes it."""
-        values = dequantize(self.data.numpy(), GGMLQuantizationType[self.kind])
-        return torch.from_numpy(np.ascontiguousarray(values, dtype=np.float32))
+        values = torch.empty(self.outputs, self.inputs)
+        for start in range(0, self.outputs, _CHUNK):
+            blocks = self.data[start : start + _CHUNK].numpy()
+            rows = dequantize(blocks, GGMLQuantizationType[self.kind])
+            values[start : start + _CHUNK] = torch.from_numpy(rows)
+        return values
+
+    @property
+    def num_bytes(self) -> int:
+        """What the blocks take."""
+        return self.data.numel()
+
+
+def quantize_weight(weight: torch.Tensor, kind: str) -> QuantizedWeight:
+    """A matrix in blocks, each rounded to the nearest values that it can hold.
+
+    Args:
+        weight: [outputs, inputs], floating.
+        kind: one that the gguf package can write, such as Q8_0 or Q4_1.
+
+    Raises:
+        ValueError: the inputs are no whole number of blocks.
+    """
+    outputs, inputs = weight.shape
+    number = GGMLQuantizationType[kind]
+    block, size = GGML_QUANT_SIZES[number]
+    if inputs % block:
+        raise ValueError(f"{inputs} inputs are no whole number of blocks of {block}")
+    data = torch.empty(outputs, inputs // block * size, dtype=torch.uint8)
+    for start in range(0, outputs, _CHUNK):
+        rows = weight[start : start + _CHUNK].float().numpy()
+        data[start : start + _CHUNK] = torch.from_numpy(quantize(rows, number))
+    return QuantizedWeight(kind, outputs, inputs, data)
+
+
+@contextlib.contextmanager
+def shapes_only() -> Iterator[None]:
+    """Within it products with blocks are zeros: for passes of which only the shapes count."""
+    token = _shapes_only.set(True)
+    try:
+        yield
+    finally:
+        _shapes_only.reset(token)
 
 
 class QuantizedLinear(nn.Module):
@@ -62,6 +110,8 @@ class QuantizedLinear(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] -> [..., out_features], both in the dtype of x."""
+        if _shapes_only.get():
+            return x.new_zeros(*x.shape[:-1], self.out_features)
         bias = None if self.bias is None else self.bias.to(x.dtype)
         return nn.functional.linear(x, self.weight.dequantize().to(x.dtype), bias)
 

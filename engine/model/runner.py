@@ -18,7 +18,8 @@ from transformers.masking_utils import AttentionMaskInterface
 from engine.batch import Batch
 from engine.cache.store import CacheShape, KVStore
 from engine.errors import ModelNotSupported
-from engine.model.attention.base import Attend, AttentionBackend, AttentionCall
+from engine.model.attention.base import Attend, AttentionBackend, AttentionCall, TreeAttention
+from engine.model.fewbit_linear import PackedFewbitLinear
 from engine.model.linear import PackedLinear
 from engine.model.passes import Pass, check_layers, start_timer
 
@@ -100,8 +101,10 @@ class ModelRunner:
         self.backend = backend
         self.device: torch.device = model.device
         self.store = KVStore(shape, num_pages, page_size, self.device)
+        self.branches = isinstance(backend, TreeAttention)
         #: Where layers are torch's own, a single row takes another path and is rounded otherwise.
-        self.min_rows = 1 if any(isinstance(m, PackedLinear) for m in model.modules()) else 2
+        packed = (PackedLinear, PackedFewbitLinear)
+        self.min_rows = 1 if any(isinstance(m, packed) for m in model.modules()) else 2
 
     @functools.cached_property
     def _layers(self) -> torch.nn.ModuleList:
@@ -123,6 +126,11 @@ class ModelRunner:
         rows = batch.input_ids.numel() - batch.num_padding_rows
         kept = {layer: state[0, :rows].float() for layer, state in states.items()}
         return Pass(output.logits[0, : batch.num_logits], end(), kept)
+
+    def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """See `TreeRunner.move`."""
+        assert isinstance(self.backend, TreeAttention)
+        self.backend.move(self.store, sources, targets)
 
     @contextlib.contextmanager
     def _keeping(self, features: tuple[int, ...]) -> Iterator[dict[int, torch.Tensor]]:

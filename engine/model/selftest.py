@@ -21,6 +21,7 @@ from engine.batch import Span, build_batch
 from engine.cache.pages import PRIVATE, PagePool, PageTable
 from engine.config import ModelConfig
 from engine.model.checked import load_checked
+from engine.model.loader import LoadedModel
 from engine.model.passes import Runner
 
 #: Rows that share a pass: one, a few (kernels change between them), a verify pass, a chunk.
@@ -198,11 +199,12 @@ def _pages(pool: PagePool, length: int) -> Iterator[PageTable]:
         pool.free(table)
 
 
-def check_model(directory: Path, config: ModelConfig) -> tuple[str, InvarianceReport]:
+def check_model(directory: Path, config: ModelConfig) -> tuple[LoadedModel, InvarianceReport]:
     """Loads a model just for the self-test.
 
     Returns:
-        What comparing it with transformers' own forward has found, and the self-test.
+        The model, with what comparing it with transformers' own forward has found, and the
+        self-test.
 
     Raises:
         ConfigurationError: it cannot be loaded like this.
@@ -210,5 +212,4 @@ def check_model(directory: Path, config: ModelConfig) -> tuple[str, InvarianceRe
     loaded = load_checked(directory, config)
     pool = PagePool(2 * max(SHAPES), _PAGE_SIZE)
     runner = loaded.make_runner(pool.num_pages, pool.page_size)
-    found = check_invariance(runner, pool, loaded.vocab_size, loaded.max_model_len)
-    return loaded.checked, found
+    return loaded, check_invariance(runner, pool, loaded.vocab_size, loaded.max_model_len)

@@ -4,9 +4,9 @@
 source                          becomes
 ==============================  =====================================================
 a directory                     itself, once it is known to hold safetensors
-``FILE.gguf``                   a converted copy in the cache
+``FILE.gguf``                   a directory in the cache that leads to it: see `convert`
 ``OWNER/NAME`` (``@REVISION``)  the hub's snapshot, safetensors and text files only
-``pypi:NAME==VERSION``          the GGUF file inside that wheel, converted in the cache
+``pypi:NAME==VERSION``          the GGUF file inside that wheel, in the same way
 ==============================  =====================================================
 
 Nothing here runs code that came with a model, and nothing reads a pickle.
@@ -14,14 +14,16 @@ Nothing here runs code that came with a model, and nothing reads a pickle.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from engine.errors import ConfigurationError, ModelNotSupported
 from engine.model import packages
+from engine.model.files import WEIGHTS_FILE
 
 #: The model a server starts with unless it is told otherwise.
 DEFAULT_SOURCE = packages.DEFAULT.source
@@ -39,7 +41,7 @@ def resolve(
     report: Callable[[str], None] = lambda _: None,
     progress: Callable[[int, int], None] = lambda _done, _total: None,
 ) -> Path:
-    """Turns a model source into a local directory: config.json, safetensors, tokenizer.
+    """Turns a model source into a local directory: config.json, weights, tokenizer.
 
     What had to be fetched or converted is cached, so later calls are quick and need no network.
 
@@ -52,11 +54,18 @@ def resolve(
         ModelNotSupported: there is such a model, but it cannot be used; says why.
         ConfigurationError: there is no such model, or it cannot be fetched now.
     """
+    with _readable(source):
+        return _resolve(source, report, progress)
+
+
+def _resolve(
+    source: str, report: Callable[[str], None], progress: Callable[[int, int], None]
+) -> Path:
     from engine.model import convert  # imports nothing heavy before it has work to do
 
     if source.startswith(packages.PREFIX):
         return convert.from_package(packages.find(source), report, progress)
-    path = Path(source).expanduser()
+    path = _expanded(source)
     if path.is_dir():
         check_directory(path)
         return path.resolve()
@@ -118,11 +127,16 @@ def cached(source: str) -> Path | None:
     Raises:
         ConfigurationError: `resolve` would refuse the source for what can be seen of it here.
     """
+    with _readable(source):
+        return _cached(source)
+
+
+def _cached(source: str) -> Path | None:
     from engine.model import convert
 
     if source.startswith(packages.PREFIX):
         return convert.find_package(packages.find(source))
-    path = Path(source).expanduser()
+    path = _expanded(source)
     if path.suffix == ".gguf" and path.is_file():
         return convert.find_file(path.resolve())
     if not path.exists() and (match := _HUB_ID.fullmatch(source)):
@@ -142,9 +156,31 @@ def cached(source: str) -> Path | None:
 
 def display_name(source: str, directory: Path) -> str:
     """What to call the model of `source`, which was resolved to `directory`."""
-    if not Path(source).expanduser().exists() and (match := _HUB_ID.fullmatch(source)):
+    if not _expanded(source).exists() and (match := _HUB_ID.fullmatch(source)):
         return match["id"]
     return directory.name
+
+
+@contextlib.contextmanager
+def _readable(source: str) -> Iterator[None]:
+    """What the system refuses to read becomes a sentence that names it."""
+    try:
+        yield
+    except OSError as error:
+        place = f" {error.filename}:" if error.filename else ""
+        raise ConfigurationError(
+            f"model is {source!r}, which cannot be read:{place} {error.strerror or error}; check "
+            "the path and whether this user may read all of it."
+        ) from error
+
+
+def _expanded(source: str) -> Path:
+    """A path with its ~, if that is somebody's."""
+    path = Path(source)
+    try:
+        return path.expanduser()
+    except RuntimeError:
+        return path
 
 
 def check_directory(directory: Path) -> None:
@@ -167,6 +203,8 @@ def check_directory(directory: Path) -> None:
         raise ModelNotSupported(
             f"{directory} has no tokenizer ({', '.join(_TOKENIZERS)}); save one beside the weights."
         )
+    for name in names.intersection(_TOKENIZERS):
+        (directory / name).open("rb").close()
 
 
 def _no_config(directory: Path, names: set[str]) -> str:
@@ -180,6 +218,8 @@ def _no_config(directory: Path, names: set[str]) -> str:
 
 def _check_weights(directory: Path, names: set[str]) -> None:
     weights = sorted(name for name in names if name.endswith(".safetensors"))
+    if not weights and WEIGHTS_FILE in names:
+        return
     if not weights:
         pickles = sorted(name for name in names if name.endswith(_PICKLES))
         if pickles:

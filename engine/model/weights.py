@@ -1,4 +1,4 @@
-"""Reads a model's weights from a directory of safetensors: all of them, and no others.
+"""Reads a model's weights from a directory, of safetensors or GGUF: all of them, and no others.
 
 A tensor that is missing would be made up at random, and one that nobody wants was trained to do
 something that the model then does not do. Both are refused by name.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,11 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine.errors import ModelNotSupported
+from engine.model import fill
+from engine.model.checkpoints import GgufTensors, SafeTensors
+from engine.model.files import WEIGHTS_FILE
+from engine.model.gguf_file import GgufFile
+from engine.model.quantized import QuantizedEmbedding, QuantizedLinear
 
 logger = logging.getLogger(__name__)
 
@@ -26,20 +31,63 @@ _SPARE = re.compile(
     r"|(^|\.)(visual|vision\w*|audio\w*|multi_modal_projector|mm_projector|mtp\w*)\."
 )
 
+#: Families whose weights are called in safetensors what their modules are.
+PLAIN = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+
 _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _MOST_WORDS = 240  # characters of what a library says that are worth repeating
 
 
-def read_model(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
+def read_model(directory: Path, dtype: torch.dtype, keep: str = "float") -> PreTrainedModel:
     """The causal language model of a directory, on the CPU; no remote code.
 
     Args:
-        directory: holds config.json and safetensors.
-        dtype: what the weights become.
+        directory: holds config.json, and safetensors or a GGUF file.
+        dtype: of the weights that are in no blocks.
+        keep: what weights are kept in: "float", "file", "int8" or "int4"; see `fill`.
 
     Raises:
         ModelNotSupported: there is none, or it cannot be read completely; names what is amiss.
     """
+    if holds_gguf(directory):
+        model = _explained(directory, fill.make_empty, dtype)
+        tensors = GgufTensors(GgufFile(directory / WEIGHTS_FILE), model)
+        _check(directory, fill.compare(model, tensors))
+        fill.fill(model, tensors, dtype, keep)
+        tensors.finish(model)
+        return model
+    if keep not in fill.ROUNDED:
+        return _read_by_transformers(directory, dtype)
+    model = _explained(directory, fill.make_empty, dtype)
+    if type(model).__name__ not in PLAIN:
+        raise ModelNotSupported(
+            f"weights is {keep}, but {type(model).__name__} is none of {', '.join(PLAIN)}; "
+            "use auto."
+        )
+    stored = _explained(directory, SafeTensors)
+    _check(directory, fill.compare(model, stored))
+    fill.fill(model, stored, dtype, keep)
+    return model
+
+
+def _explained(directory: Path, function: Callable[..., Any], *more: Any) -> Any:
+    """What a function makes of a directory; in a sentence, if that is nothing."""
+    try:
+        return function(directory, *more)
+    except ModelNotSupported:
+        raise
+    except Exception as error:  # whatever a library makes of files that others wrote
+        logger.debug("%s cannot be loaded", directory, exc_info=True)
+        raise ModelNotSupported(f"{directory} cannot be loaded: {in_a_line(error)}") from error
+
+
+def holds_gguf(directory: Path) -> bool:
+    """Whether a model's weights are in a GGUF file."""
+    return (directory / WEIGHTS_FILE).is_file() and not any(directory.glob("*.safetensors"))
+
+
+def _read_by_transformers(directory: Path, dtype: torch.dtype) -> PreTrainedModel:
+    """Any family, put together as transformers knows how."""
     report = _Report()
     try:
         with report:
@@ -109,6 +157,11 @@ def name_bad_tensor(model: PreTrainedModel) -> str | None:
     for name, tensor in tensors.items():
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             return name
+    for name, module in model.named_modules():
+        if isinstance(module, QuantizedLinear | QuantizedEmbedding) and not bool(
+            torch.isfinite(module.weight.dequantize()).all()
+        ):
+            return f"{name}.weight"
     return None
 
 

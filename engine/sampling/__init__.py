@@ -4,6 +4,7 @@ Pure functions. A row's result depends on that row alone, bit for bit: only elem
 exact selection operations ever run on several rows at once, every sum runs on one row.
 """
 
+from engine.sampling.batched import BatchSampler
 from engine.sampling.logprobs import token_logprobs
 from engine.sampling.noise import Purpose, gumbel, noise_key, race, uniform
 from engine.sampling.processors import Selector, process_logits
@@ -20,6 +21,7 @@ from engine.sampling.verify import (
 )
 
 __all__ = [
+    "BatchSampler",
     "Chance",
     "Draw",
     "Drawn",

@@ -72,7 +72,18 @@ def gumbel(key: int, ids: Tensor) -> Tensor:
     It is -log(-log1p(-u)) with u in [2**-53, 1 - 2**-53]: finest where winners live, and
     between -3.7 and 36.8.
     """
-    u = _bits(key, ids * _GOLDEN).double().add_(0.5).mul_(2.0**-_BITS)
+    return _gumbel_of(_bits(key, ids * _GOLDEN))
+
+
+def gumbel_rows(keys: Sequence[int], size: int, device: torch.device) -> Tensor:
+    """The noise of the tokens 0 to `size` - 1 under several keys, float64 [len(keys), size]; the
+    same numbers as `gumbel` gives on that device."""
+    signed = torch.tensor(list(map(_signed, keys)), device=device).unsqueeze(1)
+    return _gumbel_of(_bits(signed, _all_weyl(size, device)))
+
+
+def _gumbel_of(bits: Tensor) -> Tensor:
+    u = bits.double().add_(0.5).mul_(2.0**-_BITS)
     return u.neg_().log1p_().neg_().log_().neg_()
 
 
@@ -148,9 +159,9 @@ def _all_weyl(size: int, device: torch.device) -> Tensor:
     return torch.arange(size, device=device) * _GOLDEN
 
 
-def _bits(key: int, weyl: Tensor) -> Tensor:
+def _bits(key: int | Tensor, weyl: Tensor) -> Tensor:
     """52 random bits (int64) for each of `weyl` = id * golden ratio; int64 wraps as wanted."""
-    z = weyl + _signed(key)
+    z = weyl + (_signed(key) if isinstance(key, int) else key)
     shifted = torch.empty_like(z)
     for shift, factor in ((30, _MIX_1), (27, _MIX_2)):
         z ^= _logical_shift(z, shift, shifted)

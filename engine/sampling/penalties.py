@@ -9,12 +9,17 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from engine.sampling.rows import SamplingRow
 
 _LARGEST = torch.finfo(torch.float32).max
+
+_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+#: [256, 8] the limits of eight tokens, by the byte that allows them.
+_BYTE_LIMITS = np.where(_BITS == 1, np.inf, -np.inf).astype(np.float32)
 
 
 class Prompts:
@@ -39,6 +44,7 @@ def adjusts(row: SamplingRow) -> bool:
         or (bool(row.generated) and _counts_matter(row))
         or bool(params.logit_bias)
         or params.allowed_token_ids is not None
+        or row.allowed is not None
         or bool(params.bad_words)
         or len(row.generated) < params.min_tokens
     )
@@ -47,8 +53,8 @@ def adjusts(row: SamplingRow) -> bool:
 def adjust(logits: Tensor, row: SamplingRow, prompts: Prompts) -> None:
     """Applies penalties, bias and masks in place.
 
-    If the masks leave no token at all, bad_words and min_tokens are dropped for this row:
-    allowed_token_ids binds harder than they do. See `repair` for what remains impossible.
+    If the masks leave no token at all, bad_words and min_tokens are dropped for this row, and
+    then allowed_token_ids: a grammar binds hardest. See `repair` for what remains impossible.
 
     Args:
         logits: [V] float32.
@@ -63,11 +69,9 @@ def adjust(logits: Tensor, row: SamplingRow, prompts: Prompts) -> None:
     if params.logit_bias:
         ids = _inside(params.logit_bias, logits)
         _add(logits, ids, [params.logit_bias[i] for i in ids])
-    if params.allowed_token_ids is not None:
-        allowed = _tensor(_inside(params.allowed_token_ids, logits), logits)
-        kept = logits[allowed]
-        logits.fill_(-torch.inf)
-        logits[allowed] = kept
+    limits = _limits(row, logits)
+    if limits is not None:
+        torch.minimum(logits, limits, out=logits)
     banned = _tensor(_inside(banned_ids(row), logits), logits)
     if banned.numel():
         before = logits[banned]
@@ -86,7 +90,7 @@ def banned_ids(row: SamplingRow) -> set[int]:
             banned.add(word[-1])
     if len(row.generated) < params.min_tokens:
         banned |= params.stop_token_ids
-        if not params.ignore_eos:
+        if params.ends_at_eos:
             banned |= row.eos_token_ids
     return banned
 
@@ -94,16 +98,39 @@ def banned_ids(row: SamplingRow) -> set[int]:
 def repair(logits: Tensor, row: SamplingRow) -> None:
     """Makes a row drawable in place: NaN is never drawn, +inf is merely very likely.
 
-    A row without any possible token (each one masked, NaN or -inf) becomes uniform over
-    allowed_token_ids, or over the vocabulary. The engine never emits NaN probabilities.
+    A row without any possible token (each one masked, NaN or -inf) becomes uniform over what its
+    grammar and allowed_token_ids allow, or over the vocabulary. The engine never emits NaN
+    probabilities.
     """
     logits.nan_to_num_(nan=-torch.inf, posinf=_LARGEST, neginf=-torch.inf)
     if logits.max() == -torch.inf:
-        allowed = _inside(row.params.allowed_token_ids or (), logits)
-        if allowed:
-            logits[_tensor(allowed, logits)] = 0.0
-        else:
-            logits.zero_()
+        logits.zero_()
+        limits = _limits(row, logits)
+        if limits is not None and limits.max() > 0:
+            torch.minimum(logits, limits, out=logits)
+
+
+def _limits(row: SamplingRow, logits: Tensor) -> Tensor | None:
+    """Float32 [V], inf for what grammar and allowed_token_ids allow and -inf for all else; of the
+    grammar alone where they agree on nothing, None where all is allowed."""
+    limits = None if row.allowed is None else _unpacked(row.allowed, logits)
+    if row.params.allowed_token_ids is not None:
+        listed = torch.full_like(logits, -torch.inf)
+        listed[_tensor(_inside(row.params.allowed_token_ids, logits), logits)] = torch.inf
+        both = listed if limits is None else torch.minimum(listed, limits)
+        if limits is None or both.max() > 0:
+            limits = both
+    return limits
+
+
+def _unpacked(mask: bytes, like: Tensor) -> Tensor:
+    """A mask of one bit a token, the lowest first, as limits; by a table of bytes, since choosing
+    entry by entry takes twenty times as long."""
+    known = np.take(_BYTE_LIMITS, np.frombuffer(mask, np.uint8), axis=0).reshape(-1)
+    missing = like.numel() - len(known)
+    if missing > 0:
+        known = np.pad(known, (0, missing), constant_values=-np.inf)
+    return torch.from_numpy(known[: like.numel()]).to(like.device)
 
 
 def _counts_matter(row: SamplingRow) -> bool:

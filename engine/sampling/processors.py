@@ -144,7 +144,7 @@ def _make_drawable(copies: Mapping[int, Tensor], rows: Sequence[SamplingRow]) ->
 def _winner(logits: Tensor, row: SamplingRow, purpose: Purpose) -> Tensor:
     """The token of one row that is drawable, int64 without dimensions, where the logits are."""
     if row.params.greedy:
-        return logits.argmax()
+        return torch.tensor(peaks(logits[None])[1][0]) if logits.is_cpu else logits.argmax()
     support, log_weights = truncate(logits, row.params)
     key = noise_key(row.seed, row.choice, row.position, purpose, row.step)
     return race_winner(key, support, log_weights)

@@ -23,6 +23,8 @@ class SamplingRow:
         eos_token_ids: tokens that end a text of this model.
         step: which of the sequence's steps this is, for draws whose noise must not come again
             when a later step draws the same position anew; 0 for all others.
+        allowed: one bit for each token that the request's grammar allows here, as in
+            `engine.grammar.Matcher.allowed`; None = it allows all, or there is none.
     """
 
     params: SamplingParams
@@ -33,3 +35,4 @@ class SamplingRow:
     choice: int
     eos_token_ids: frozenset[int]
     step: int = 0
+    allowed: bytes | None = None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Protocol
 
 import torch
@@ -23,7 +24,9 @@ from engine.sampling.verify import (
     block,
     probabilities,
     rejection,
+    tree_rejection,
 )
+from engine.tree import follow
 
 _RULES: dict[str, Callable[[Rows, Sequence[int], Tensor, Chance], Outcome]] = {
     "rejection": rejection,
@@ -39,11 +42,13 @@ class Draw:
         rows: of the step's logits, its own. The last k + 1 follow its committed tokens and each
             of its k draft tokens; those before, if any, only have to be sound.
         draft: k draft tokens; None = nothing is drawn.
-        context: what the row after so many draft tokens is about. Under rejection rules its
-            `step` names the step, so that no coin is ever thrown twice.
+        context: what the row after so many draft tokens is about; of a draft that branches, what
+            the row of the last committed token (0) or of a node (its index + 1) is about. Under
+            rejection rules its `step` names the step, so that no coin is ever thrown twice.
         rule: "match", "rejection" or "block".
         proposal: [k, V'] probabilities that the draft was drawn from, for rules that need them;
             ids from V' on had none.
+        parents: of a draft that branches: see `engine.tree`. None = a chain.
     """
 
     rows: range
@@ -51,6 +56,15 @@ class Draw:
     context: Callable[[int], SamplingRow]
     rule: str = "match"
     proposal: Tensor | None = None
+    parents: Sequence[int] | None = None
+
+    def way(self, tokens: Sequence[int]) -> Sequence[int]:
+        """The draft tokens, by their indices, that a text goes along."""
+        draft = self.draft or ()
+        if self.parents is not None:
+            return follow(tokens, draft, self.parents)
+        same = (a == b for a, b in zip(tokens, draft, strict=False))
+        return range(len(list(takewhile(bool, same))))
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,7 +115,7 @@ class RowSampler:
         self._match(selector, draws, kept)
         sound = selector.sound()
         return [
-            Drawn(tokens, all(sound[row] for row in _deciding(draw, len(tokens))))
+            Drawn(tokens, all(sound[row] for row in deciding(draw, tokens)))
             for draw, tokens in zip(draws, kept, strict=True)
         ]
 
@@ -109,63 +123,62 @@ class RowSampler:
         """What a draft with probabilities is worth by them; nothing for all others."""
         if draw.draft is None or draw.proposal is None or draw.rule == "match":
             return []
-        own = logits[_drawn_from(draw)][:, : self.vocab_size]
-        return weigh_draft(draw.rule, own, draw.context, draw.draft, draw.proposal)
+        own = logits[drawn_from(draw)][:, : self.vocab_size]
+        return weigh_draft(draw, own)
 
     def _match(self, selector: Selector, draws: Sequence[Draw], kept: list[list[int]]) -> None:
         """Appends to `kept` the target's own tokens of every sequence that has none yet, up to
         the first that differs from its draft: rows beyond that one are never looked at."""
-        drafts = {
-            i: draw.draft
+        at = {  # the row that each of them has come to, among those it draws from
+            i: 0
             for i, (draw, tokens) in enumerate(zip(draws, kept, strict=True))
             if draw.draft is not None and not tokens
         }
-        depth = 0
-        while drafts:
-            picks = [_drawn_from(draws[i]).start + depth for i in drafts]
-            tokens = selector.select(picks, [draws[i].context(depth) for i in drafts])
-            for i, token in zip(drafts, tokens, strict=True):
+        while at:
+            picks = [drawn_from(draws[i]).start + row for i, row in at.items()]
+            tokens = selector.select(picks, [draws[i].context(row) for i, row in at.items()])
+            for i, token in zip(at, tokens, strict=True):
                 kept[i].append(token)
-            drafts = {i: d for i, d in drafts.items() if list(d[depth : depth + 1]) == kept[i][-1:]}
-            depth += 1
+            ways = {i: draws[i].way(kept[i]) for i in at}
+            at = {i: way[-1] + 1 for i, way in ways.items() if len(way) == len(kept[i])}
 
 
-def _drawn_from(draw: Draw) -> slice:
+def drawn_from(draw: Draw) -> slice:
     """The rows that follow its committed tokens and each of its draft tokens."""
     return slice(draw.rows.stop - 1 - len(draw.draft or ()), draw.rows.stop)
 
 
-def _deciding(draw: Draw, kept: int) -> range:
-    """The rows that plain decoding would have had for as many tokens as were kept."""
-    return draw.rows if draw.draft is None else draw.rows[: kept - 1 - len(draw.draft) or None]
+def deciding(draw: Draw, kept: Sequence[int]) -> list[int]:
+    """The rows that plain decoding would have had for the tokens that were kept."""
+    if draw.draft is None:
+        return list(draw.rows)
+    first = len(draw.rows) - len(draw.draft)
+    return [*draw.rows[:first], *(draw.rows[first + node] for node in draw.way(kept[:-1]))]
 
 
-def weigh_draft(
-    rule: str,
-    logits: Tensor,
-    contexts: Callable[[int], SamplingRow],
-    draft: Sequence[int],
-    proposal: Tensor,
-) -> list[int]:
-    """Judges one sequence's draft by probabilities.
+def weigh_draft(draw: Draw, logits: Tensor) -> list[int]:
+    """Judges one sequence's draft by probabilities; one that branches by `tree_rejection`,
+    whichever of the two rules is wanted.
 
     Args:
-        rule: "rejection" or "block".
+        draw: has k draft tokens, their probabilities, and "rejection" or "block" for a rule.
         logits: [k + 1, V] of the target, without padding of the vocabulary.
-        contexts: what the row after so many draft tokens is about; `step` names the step, so
-            that no coin is ever thrown twice.
-        draft: k tokens.
-        proposal: [k, V'] probabilities they were drawn from; ids from V' on had none.
 
     Returns:
         The accepted draft tokens, then the correction or bonus.
     """
-    first = contexts(0)
+    draft, proposal, first = draw.draft, draw.proposal, draw.context(0)
+    assert draft is not None
+    assert proposal is not None
     missing = logits.shape[1] - proposal.shape[1]
     if missing:
         proposal = torch.nn.functional.pad(proposal, (0, missing))
     chance = KeyedChance(first.seed, first.choice, first.position, first.step)
-    outcome = _RULES[rule](_LazyRows(logits, contexts), draft, proposal, chance)
+    rows = _LazyRows(logits, draw.context)
+    if draw.parents is not None:
+        way, token = tree_rejection(rows, draft, draw.parents, proposal, chance)
+        return [*(draft[node] for node in way), token]
+    outcome = _RULES[draw.rule](rows, draft, proposal, chance)
     return [*draft[: outcome.accepted], outcome.token]
 
 

@@ -9,6 +9,9 @@ the target had generated them alone.
   be draws from the given proposal distributions, with noise of their own.
 - `block`: block verification (Sun et al. 2025, algorithm 2). As `rejection`, and never keeps
   less on average.
+
+Of a draft that branches, `match` follows the child that the target says; `tree_rejection` tries
+the children of a node one after the other.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ import torch
 from torch import Tensor
 
 from engine.sampling.noise import Purpose, noise_key, race_row, uniform
+from engine.tree import children
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +46,14 @@ class Rows(Protocol):
 class Chance(Protocol):
     """Where a rule gets its randomness; a test may walk all branches instead."""
 
-    def accepts(self, depth: int, weight: float, limit: float) -> bool:
+    def accepts(self, depth: int, weight: float, limit: float, index: int = 0) -> bool:
         """True with probability min(1, weight / limit), never if `weight` is 0.
 
         Args:
             depth: 0 for the first draft token.
             weight: 0 or more.
             limit: 0 or more.
+            index: of the coin among those for the same depth.
         """
 
     def draw(self, depth: int, weights: Tensor, purpose: Purpose) -> int:
@@ -72,16 +77,17 @@ class KeyedChance:
     position: int
     step: int = 0
 
-    def accepts(self, depth: int, weight: float, limit: float) -> bool:
+    def accepts(self, depth: int, weight: float, limit: float, index: int = 0) -> bool:
         """u * limit < weight, strictly: u may be 0, and weight 0 is never accepted."""
-        return uniform(self._key(depth, Purpose.ACCEPT)) * limit < weight
+        return uniform(self._key(depth, Purpose.ACCEPT, index)) * limit < weight
 
     def draw(self, depth: int, weights: Tensor, purpose: Purpose) -> int:
         """An exponential race over the tokens of positive weight."""
         return race_row(self._key(depth, purpose), None, weights.double().log())
 
-    def _key(self, depth: int, purpose: Purpose) -> int:
-        return noise_key(self.seed, self.choice, self.position + depth, purpose, self.step)
+    def _key(self, depth: int, purpose: Purpose, index: int = 0) -> int:
+        position = self.position + depth
+        return noise_key(self.seed, self.choice, position, purpose, self.step, index)
 
 
 def probabilities(processed: Tensor) -> Tensor:
@@ -150,6 +156,41 @@ def block(target: Rows, draft: Sequence[int], proposal: Tensor, chance: Chance) 
         return Outcome(accepted, chance.draw(accepted, target[accepted], Purpose.BONUS))
     residual = _residual(kept, target[accepted], proposal[accepted])
     return Outcome(accepted, chance.draw(accepted, residual, Purpose.RESIDUAL))
+
+
+def tree_rejection(
+    target: Rows, draft: Sequence[int], parents: Sequence[int], proposal: Tensor, chance: Chance
+) -> tuple[list[int], int]:
+    """Recursive rejection (multi-round speculative sampling, as in SpecInfer): at each node its
+    children are tried in order, each against what the ones refused before it have left of p.
+
+    Args:
+        target: k + 1 rows of probabilities p: row 0 follows the committed tokens, row i + 1
+            node i. None is looked at but those of the nodes that are kept.
+        draft: k tokens.
+        parents: of each, the index of the one it follows, below its own; -1 = none.
+        proposal: [k, V] probabilities q: of each node what it was drawn from, given the siblings
+            before it; whether to draft it was decided without knowing it.
+        chance: independent of the noise the drafts were drawn with.
+
+    Returns:
+        The nodes that are kept, and the token that follows them.
+    """
+    way: list[int] = []
+    node = -1
+    while True:
+        depth, weights, family = len(way), target[node + 1], children(node, parents)
+        for index, child in enumerate(family):
+            p, q = float(weights[draft[child]]), float(proposal[child, draft[child]])
+            if chance.accepts(depth, p, q, index):
+                way.append(child)
+                node = child
+                break
+            residual = _residual(1.0, weights, proposal[child])
+            weights = residual / residual.sum()
+        else:
+            purpose = Purpose.RESIDUAL if family else Purpose.BONUS
+            return way, chance.draw(depth, weights, purpose)
 
 
 def _excess(scale: float, p: Tensor, q: Tensor) -> Tensor:

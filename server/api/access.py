@@ -16,6 +16,7 @@ from server.api.callers import Caller, TokenBucket
 from server.api.errors import ApiError
 from server.api.keys import find_key
 from server.api.options import ServerOptions
+from server.api.page import PAGE_FILES
 from server.metrics.registry import Metrics
 
 #: Paths that anybody may ask for, matched exactly: what a load balancer needs to know.
@@ -25,8 +26,9 @@ _SCHEME = "Bearer "
 
 
 def open_paths(options: ServerOptions) -> frozenset[str]:
-    """Paths that need no key."""
-    return OPEN_PATHS | {"/metrics"} if options.open_metrics else OPEN_PATHS
+    """Paths that need no key. The page is the same for everybody; what it asks for needs one."""
+    metrics = {"/metrics"} if options.open_metrics else set()
+    return OPEN_PATHS | metrics | (PAGE_FILES.keys() if options.ui else set())
 
 
 def describe_access(document: dict[str, Any], options: ServerOptions) -> None:

@@ -13,6 +13,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from engine.types import EngineInfo
 from server.api.access import Gatekeeper, describe_access
+from server.api.answers import ErrorResponse
 from server.api.chat import chat_router
 from server.api.completions import completions_router
 from server.api.context import EngineClient, ServerContext
@@ -20,7 +21,7 @@ from server.api.errors import install_error_handlers
 from server.api.middleware import RequestGuard
 from server.api.ops import ops_router
 from server.api.options import ServerOptions
-from server.api.schemas import ErrorResponse
+from server.api.page import page_router
 from server.api.shapes import tell_vocabulary
 from server.api.speculation import speculation_router
 from server.metrics.registry import Metrics
@@ -80,6 +81,8 @@ def create_app(
     app.include_router(chat_router(context))
     app.include_router(speculation_router(context))
     app.include_router(ops_router(context))
+    if options.ui:
+        app.include_router(page_router())
     install_error_handlers(app, metrics.rejected)
     _add_layers(app, options, metrics)
     return app

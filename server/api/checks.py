@@ -9,7 +9,7 @@ from typing import Any
 from engine.errors import InvalidRequest
 from server.api.context import ServerContext
 from server.api.errors import ApiError, quote
-from server.api.messages import ChatMessage, TextPart
+from server.api.messages import TextPart
 from server.api.options import ServerOptions
 from server.api.schemas import GenerationRequest, TemplateOptions
 from server.api.unsupported import UNSUPPORTED
@@ -51,6 +51,23 @@ def check_choices(options: ServerOptions, samples: int, prompts: int) -> None:
     )
 
 
+def check_stop(options: ServerOptions, body: GenerationRequest) -> None:
+    stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    require(
+        len(stop) <= options.max_stop_strings,
+        "stop",
+        f"a list of {len(stop)}",
+        f"at most {options.max_stop_strings} strings",
+    )
+    for string in stop:
+        require(
+            1 <= len(string) <= options.max_stop_length,
+            "stop",
+            f"a string of {len(string)} characters",
+            f"made of strings of 1 to {options.max_stop_length} characters",
+        )
+
+
 def require(condition: bool, param: str, value: object, rule: str) -> None:
     if not condition:
         raise InvalidRequest(f"{param} is {str(value)[:40]}, but it must be {rule}.", param)
@@ -72,18 +89,6 @@ def is_token_ids(prompt: Sequence[Any]) -> bool:
 
 def joined(content: str | Sequence[TextPart]) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
-
-
-def plain_messages(messages: Sequence[ChatMessage]) -> list[dict[str, str]]:
-    """Messages as templates expect them: text content, and no role of newer invention."""
-    result = []
-    for message in messages:
-        role = "system" if message.role == "developer" else message.role
-        plain = {"role": role, "content": joined(message.content)}
-        if message.name is not None:
-            plain["name"] = message.name
-        result.append(plain)
-    return result
 
 
 def template_variables(body: TemplateOptions) -> dict[str, Any]:

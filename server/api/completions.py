@@ -9,12 +9,14 @@ from fastapi import APIRouter, Request
 from starlette.responses import Response
 
 from server.api.access import caller_of
+from server.api.answers import CompletionResponse
 from server.api.body import StrictRoute
 from server.api.context import ServerContext
 from server.api.generation import Generation
 from server.api.logprobs import LogprobWriter
 from server.api.respond import new_id, respond
-from server.api.schemas import CompletionRequest, CompletionResponse
+from server.api.schemas import CompletionRequest
+from server.api.trace import write_trace
 from server.api.translate import completion_job
 from server.text.choice import Delta
 from server.text.codec import TextCodec
@@ -61,7 +63,7 @@ class CompletionAnswer:
         return []
 
     def chunk(self, number: int, delta: Delta) -> list[dict[str, Any]]:
-        with_tokens = self._body.logprobs is not None or self._body.return_token_ids
+        with_tokens = self._body.logprobs is not None or self._body.return_token_ids or delta.pieces
         if not delta.text and not delta.finish_reason and not with_tokens:
             return []
         first = number not in self._opened
@@ -114,6 +116,8 @@ class CompletionAnswer:
                 ahead = self._prompt_lists(prompt, len(echo))
                 lists = {name: ahead[name] + values for name, values in lists.items()}
             choice["logprobs"] = lists
+        if delta.pieces:
+            choice["trace"] = write_trace(delta, self._codec)
         if body.return_token_ids:
             choice["token_ids"] = list(delta.token_ids)
             if first:
@@ -154,6 +158,7 @@ def join(deltas: Sequence[Delta]) -> Delta:
         offsets=tuple(offset for delta in deltas for offset in delta.offsets),
         finish_reason=deltas[-1].finish_reason,
         stop_reason=deltas[-1].stop_reason,
+        pieces=tuple(piece for delta in deltas for piece in delta.pieces),
     )
 
 

@@ -10,6 +10,10 @@ from engine.types import EngineInfo
 from server.api.checks import require
 from server.text.codec import TextCodec
 
+#: Of texts whose tokens cannot be bounded so many characters are read, or so many for each token
+#: of the context, which is several times what any language makes of one.
+_MOST_UNBOUNDED, _MOST_PER_TOKEN = 1 << 20, 16
+
 
 @dataclass(frozen=True, slots=True)
 class Count:
@@ -33,14 +37,23 @@ class Count:
 
 
 def check_texts(texts: Iterable[str], codec: TextCodec, info: EngineInfo, param: str) -> None:
-    """Refuses, before they are tokenised, texts that cannot fit the context.
+    """Refuses, before they are tokenised, texts that cannot fit the context. Texts that are to be
+    truncated too: which tokens are the last ones shows when all are known.
 
     Raises:
-        ContextLengthExceeded: one is too long, however few tokens it makes.
+        ContextLengthExceeded: one is too long, however few tokens it makes; or longer than what
+            is read where nobody knows how few that may be.
     """
     limit = info.max_model_len
     for text in texts:
-        if (least := codec.least_tokens(text)) > limit:
+        least = codec.least_tokens(text)
+        if not least and len(text) > (most := max(_MOST_UNBOUNDED, _MOST_PER_TOKEN * limit)):
+            raise ContextLengthExceeded(
+                f"{param} has {len(text)} characters; this model's tokenizer, which may drop text, "
+                f"is given at most {most} at once. Shorten it.",
+                param,
+            )
+        if least > limit:
             raise ContextLengthExceeded(
                 f"This model's maximum context length is {limit} tokens. However, {param} has "
                 f"{len(text)} characters, which make at least {least} tokens. Shorten it.",

@@ -34,6 +34,8 @@ class ServerOptions:
         requests_per_minute: POST requests of one key; None = no limit.
         tokens_per_minute: prompt and generated tokens of one key; None = no limit.
         cors_origins: web origins whose pages may call; empty = none.
+        allow_trace: whether a request may ask where its tokens came from.
+        ui: whether there is a page at /.
         allow_control_tokens: whether control tokens that are spelled out in the messages of a
             chat act as such; else they are text.
     """
@@ -60,4 +62,6 @@ class ServerOptions:
     requests_per_minute: int | None = None
     tokens_per_minute: int | None = None
     cors_origins: tuple[str, ...] = ()
+    allow_trace: bool = True
+    ui: bool = True
     allow_control_tokens: bool = False

@@ -6,10 +6,12 @@ import re
 from collections.abc import Sequence
 
 from engine.errors import InvalidRequest
+from engine.grammar import Grammar
 from engine.types import EngineInfo, SamplingParams
 from server.api.checks import require
 from server.api.context import ServerContext
-from server.api.errors import quote
+from server.api.errors import ApiError, quote
+from server.api.formats import grammar_source
 from server.api.lengths import Count
 from server.api.options import ServerOptions
 from server.api.schemas import GenerationRequest
@@ -19,11 +21,19 @@ _TOKEN_KEY = re.compile(r"0|[1-9][0-9]{0,9}")  # one spelling, so that no id com
 
 
 async def sampling_params(
-    context: ServerContext, codec: TextCodec, body: GenerationRequest, count: Count
+    context: ServerContext,
+    codec: TextCodec,
+    body: GenerationRequest,
+    count: Count,
+    grammar: Grammar | None = None,
 ) -> SamplingParams:
     """What a request says on how tokens are drawn; `max_tokens` is as the caller wrote it.
 
+    Args:
+        grammar: that the request's tools ask for.
+
     Raises:
+        ApiError: tools and another field both bind the answer.
         InvalidRequest: a value is out of its range.
     """
     info, options = context.engine.info, context.options
@@ -33,6 +43,7 @@ async def sampling_params(
             _few(options, name, len(ids))
         check_token_ids(ids or (), info, name)
     allowed = body.allowed_token_ids
+    grammar = await _grammar(codec, body, info, grammar)
     given = {
         name: value
         for name in (
@@ -60,12 +71,26 @@ async def sampling_params(
             n=count.samples,
             logprobs=count.logprobs,
             prompt_logprobs=count.prompt_logprobs,
+            grammar=grammar,
         )
     except InvalidRequest as error:
         if error.param != "max_tokens" or count.field == "max_tokens":
             raise
         message = str(error).replace("max_tokens", count.field, 1)
         raise InvalidRequest(message, count.field) from None
+
+
+async def _grammar(
+    codec: TextCodec, body: GenerationRequest, info: EngineInfo, of_tools: Grammar | None
+) -> Grammar | None:
+    """What the answer must match."""
+    source = grammar_source(body)
+    if source is None:
+        return of_tools
+    if of_tools is not None:
+        name = source.param
+        raise ApiError(400, f"{name} cannot be had with tools that must be called.", param=name)
+    return await codec.grammars.compile(source, info.eos_token_ids)
 
 
 def _logit_bias(

@@ -1,17 +1,16 @@
-"""Requests and responses of the API, nothing else.
+"""Requests of the API, nothing else.
 
-Requests are validated strictly: "16" is no number, true no integer, 1.5 no whole number; null
-means "default" everywhere. Ranges are checked where the values are used. Responses are plain
-dictionaries with these shapes, since they are written once for every few tokens.
+They are validated strictly: "16" is no number, true no integer, 1.5 no whole number; null means
+"default" everywhere. Ranges are checked where the values are used.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, NotRequired
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
-from typing_extensions import TypedDict
 
+from server.api.formats import StructuredFields
 from server.api.messages import Content, Messages
 from server.api.shapes import (
     LENGTH,
@@ -25,6 +24,7 @@ from server.api.shapes import (
     Words,
     one_of,
 )
+from server.api.tools import ToolFields
 from server.api.unsupported import describe_unsupported
 
 Prompt = str | list[str] | list[int] | list[list[int]]
@@ -94,9 +94,10 @@ class SpeculationOptions(BaseModel):
     enabled: bool | None = Field(None, description="false switches speculation off.")
     drafter: str | None = Field(None, description="A loaded drafter, or none.")
     max_draft: int | None = _ranged(0, 64, "Most draft tokens a step.")
+    trace: bool | None = Field(None, description="Each choice tells whose guesses its tokens are.")
 
 
-class GenerationRequest(BaseModel):
+class GenerationRequest(StructuredFields):
     """What completions and chat completions have in common."""
 
     model_config = ConfigDict(strict=True, extra="allow", json_schema_extra=describe_unsupported)
@@ -167,7 +168,7 @@ class TemplateOptions(BaseModel):
     )
 
 
-class ChatCompletionRequest(TemplateOptions, GenerationRequest):
+class ChatCompletionRequest(TemplateOptions, ToolFields, GenerationRequest):
     """POST /v1/chat/completions."""
 
     messages: Messages
@@ -203,98 +204,3 @@ class DetokenizeRequest(BaseModel):
 
     model: str | None = None
     tokens: TokenIds
-
-
-class ErrorBody(TypedDict):
-    """What went wrong."""
-
-    message: str
-    type: str
-    param: str | None
-    code: str | None
-
-
-class ErrorResponse(TypedDict):
-    """Every error of the server."""
-
-    error: ErrorBody
-
-
-class Usage(TypedDict):
-    """Tokens a request took."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    total_tokens: int
-    prompt_tokens_details: dict[str, int]
-    completion_tokens_details: dict[str, int]
-
-
-class Speculation(TypedDict):
-    """What speculation did."""
-
-    drafted: int
-    accepted: int
-    target_passes: int
-    tokens_per_pass: float | None
-    speedup: float | None
-
-
-class CompletionLogprobs(TypedDict):
-    """Four lists of equal length; offsets count characters of the returned text."""
-
-    tokens: list[str]
-    token_logprobs: list[float | None]
-    top_logprobs: list[dict[str, float] | None]
-    text_offset: list[int]
-
-
-class CompletionChoice(TypedDict):
-    """One completion."""
-
-    index: int
-    text: str
-    logprobs: CompletionLogprobs | None
-    finish_reason: str | None
-    stop_reason: NotRequired[str | int | None]
-    token_ids: NotRequired[list[int]]
-    prompt_token_ids: NotRequired[list[int]]
-    prompt_logprobs: NotRequired[list[dict[str, Any] | None]]
-
-
-class CompletionResponse(TypedDict):
-    """The answer of /v1/completions, and every chunk of its stream."""
-
-    id: str
-    object: str
-    created: int
-    model: str
-    choices: list[CompletionChoice]
-    usage: NotRequired[Usage | None]
-    speculation: NotRequired[Speculation]
-
-
-class ChatChoice(TypedDict):
-    """One answer; a stream has `delta` in place of `message`."""
-
-    index: int
-    message: NotRequired[dict[str, Any]]
-    delta: NotRequired[dict[str, Any]]
-    logprobs: dict[str, Any] | None
-    finish_reason: str | None
-    stop_reason: NotRequired[str | int | None]
-    token_ids: NotRequired[list[int]]
-
-
-class ChatCompletionResponse(TypedDict):
-    """The answer of /v1/chat/completions, and every chunk of its stream."""
-
-    id: str
-    object: str
-    created: int
-    model: str
-    choices: list[ChatChoice]
-    usage: NotRequired[Usage | None]
-    speculation: NotRequired[Speculation]
-    prompt_token_ids: NotRequired[list[int]]
-    prompt_logprobs: NotRequired[list[dict[str, Any] | None]]

@@ -30,13 +30,14 @@ class CostModel(TypedDict):
 
 
 class Acceptance(TypedDict):
-    """How often a draft token is accepted if all before it are, altogether and by bucket of what
-    the drafter knew (see the drafters' documentation), and on how many judged tokens that rests;
-    older ones count less."""
+    """How often the first token of a draft is accepted, altogether and by bucket of what the
+    drafter knew (see the drafters' documentation); how often one at each depth is if all before it
+    are; and on how many judged tokens that rests. Older ones count less."""
 
     acceptance: float
     judged_tokens: float
     by_bucket: dict[str, float]
+    by_depth: list[float]
 
 
 class Choice(TypedDict):

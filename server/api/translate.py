@@ -15,20 +15,21 @@ from server.api.checks import (
     bounded,
     check_choices,
     check_common,
+    check_stop,
     is_token_ids,
     joined,
     largest,
-    plain_messages,
     require,
     template_variables,
 )
 from server.api.context import ServerContext
+from server.api.conversation import check_tools, tools_of
 from server.api.errors import ApiError, quote
 from server.api.generation import Job
 from server.api.lengths import Count, check_texts, max_tokens, truncated
-from server.api.options import ServerOptions
 from server.api.sampling import check_token_ids, sampling_params
 from server.api.schemas import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from server.api.tools import ToolUse, tool_use
 from server.text.choice import TextRules
 from server.text.codec import TextCodec
 
@@ -69,8 +70,7 @@ async def completion_job(context: ServerContext, codec: TextCodec, body: Complet
     )
     check_choices(options, samples, len(items))
     texts = [item for item in items if isinstance(item, str)]
-    if body.truncate_prompt_tokens is None:
-        check_texts(texts, codec, context.engine.info, "prompt")
+    check_texts(texts, codec, context.engine.info, "prompt")
     wishes = await _wishes(context, codec, body, count)
     add_special = body.add_special_tokens is not False
     prompts = await codec.encode(texts, add_special_tokens=add_special) if texts else list(items)
@@ -107,15 +107,16 @@ async def chat_job(context: ServerContext, codec: TextCodec, body: ChatCompletio
             "continue_final_message and add_generation_prompt exclude each other.",
             param="continue_final_message",
         )
-    wishes = await _wishes(context, codec, body, count)
+    use = await tool_use(codec, body, context.engine.info)
+    wishes = await _wishes(context, codec, body, count, use)
     text = await codec.write_chat(
-        plain_messages(body.messages),
+        check_tools(body.messages, codec.template),
         add_generation_prompt=body.add_generation_prompt is not False and not continued,
         continue_final_message=continued,
         variables=template_variables(body),
+        tools=tools_of(body),
     )
-    if body.truncate_prompt_tokens is None:
-        check_texts([text], codec, context.engine.info, "messages")
+    check_texts([text], codec, context.engine.info, "messages")
     # The template has written the special tokens already.
     prompts = await codec.encode([text], add_special_tokens=bool(body.add_special_tokens))
     return _job(context.engine.info, body, count, wishes, prompts, [text])
@@ -131,17 +132,29 @@ class _Wishes:
     sampling: SamplingParams
     speculation: SpeculationParams
     rules: TextRules
+    tools: ToolUse | None = None
 
 
 async def _wishes(
-    context: ServerContext, codec: TextCodec, body: GenerationRequest, count: Count
+    context: ServerContext,
+    codec: TextCodec,
+    body: GenerationRequest,
+    count: Count,
+    use: ToolUse | None = None,
 ) -> _Wishes:
     """What is quick to check, before prompts are tokenised."""
-    rules = _text_rules(context.options, body, context.engine.info)
+    check_stop(context.options, body)
+    grammar = None if use is None else use.grammar
+    sampling = await sampling_params(context, codec, body, count, grammar)
     return _Wishes(
-        sampling=await sampling_params(context, codec, body, count),
-        speculation=await _speculation(codec, body, context.engine.info),
-        rules=rules,
+        sampling=sampling,
+        speculation=await _speculation(
+            codec, body, context.engine.info, context.options.allow_trace
+        ),
+        rules=_text_rules(
+            body, sampling, context.engine.info, keep_control=_calls_by_control(codec, use)
+        ),
+        tools=use,
     )
 
 
@@ -177,37 +190,32 @@ def _job(
         requests=tuple(requests),
         rules=wishes.rules,
         prompt_texts=tuple(texts) if whole else (None,) * len(requests),
+        tools=wishes.tools,
     )
 
 
-def _text_rules(options: ServerOptions, body: GenerationRequest, info: EngineInfo) -> TextRules:
+def _calls_by_control(codec: TextCodec, use: ToolUse | None) -> bool:
+    """Whether calls begin with a control token, which has to be read then."""
+    return use is not None and use.form.begin.strip() in codec.special_ids
+
+
+def _text_rules(
+    body: GenerationRequest, sampling: SamplingParams, info: EngineInfo, *, keep_control: bool
+) -> TextRules:
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
-    require(
-        len(stop) <= options.max_stop_strings,
-        "stop",
-        f"a list of {len(stop)}",
-        f"at most {options.max_stop_strings} strings",
-    )
-    for string in stop:
-        require(
-            1 <= len(string) <= options.max_stop_length,
-            "stop",
-            f"a string of {len(string)} characters",
-            f"made of strings of 1 to {options.max_stop_length} characters",
-        )
     named = frozenset(body.stop_token_ids or ())
     return TextRules(
         stop=tuple(dict.fromkeys(stop)),
         include_stop=bool(body.include_stop_str_in_output),
-        skip_special_tokens=body.skip_special_tokens is not False,
+        skip_special_tokens=body.skip_special_tokens is not False and not keep_control,
         min_tokens=body.min_tokens or 0,
-        terminators=named if body.ignore_eos else named | info.eos_token_ids,
+        terminators=named | info.eos_token_ids if sampling.ends_at_eos else named,
         stop_token_ids=named,
     )
 
 
 async def _speculation(
-    codec: TextCodec, body: GenerationRequest, info: EngineInfo
+    codec: TextCodec, body: GenerationRequest, info: EngineInfo, allow_trace: bool
 ) -> SpeculationParams:
     asked, prediction = body.speculation, body.prediction
     tokens: Sequence[int] = ()
@@ -223,9 +231,16 @@ async def _speculation(
             f"speculation.drafter is {quote(drafter)}, which is not loaded; choose from: {loaded}.",
             "speculation.drafter",
         )
+    trace = bool(asked is not None and asked.trace)
+    if trace and not allow_trace:
+        raise InvalidRequest(
+            "speculation.trace is switched off on this server (allow_trace: false).",
+            "speculation.trace",
+        )
     return SpeculationParams(
         enabled=asked.enabled if asked is not None else None,
         drafter=drafter,
         max_draft=asked.max_draft if asked is not None else None,
         prediction=tuple(tokens[: info.max_model_len]),
+        trace=trace,
     )

@@ -94,7 +94,7 @@ def run(
     """Audits and prints what was found.
 
     Args:
-        directory: the model, in safetensors.
+        directory: the model, as `sources.resolve` found it.
         console: is told what goes on.
         say: is given the lines of the report.
 
@@ -164,6 +164,7 @@ def lines(report: AuditReport) -> Iterator[str]:
     ties, faults = found.near_ties, found.faults
     rows = {
         "model": f"{info.model_name} ({info.dtype} on {info.device}, {info.runner} runner)",
+        "weights": f"{info.weights}; K/V in {info.kv_dtype}",
         "drafters": f"{', '.join(info.drafters) or 'none'}, up to {info.max_draft} tokens a step",
         "numerics": info.numerics,
         "prompts": f"{report.prompts} answered, {report.skipped} skipped (too long)",

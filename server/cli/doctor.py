@@ -59,6 +59,8 @@ def _machine(settings: Settings) -> Iterator[Finding]:
         return
     native = "yes" if _engine("linear").has_native_bfloat16() else "no"
     yield "device", f"{device} ({platform.machine()})", False
+    for name, found, bad in _engine("cuda.machine").look(device):
+        yield name, found, bad and settings.runner == "cuda"
     yield "dtype", f"{dtype} (bfloat16 native to the CPU: {native})", False
     cores = _engine("cores").find_cores()
     yield "cores", str(cores), False
@@ -80,7 +82,8 @@ def _kernels(settings: Settings) -> Iterator[Finding]:
     except RuntimeError as error:
         yield "kernels", str(error), needed
     else:
-        yield "kernels", "compiled for this CPU", False
+        unit = _engine("native").tile_unit(_engine("native").load_kernels())
+        yield "kernels", f"compiled for this CPU; bfloat16 with {unit}", False
     directory = _engine("paths").cache_directory()
     writable = _can_write(directory)
     yield "cache", f"{directory}{'' if writable else ' cannot be written'}", not writable
@@ -116,8 +119,12 @@ def _numerics(settings: Settings) -> Iterator[Finding]:
         return
     try:
         config = settings.engine_config(str(directory)).model
-        checked, invariance = _engine("selftest").check_model(directory, config)
-        yield "model check", checked, False
+        loaded, invariance = _engine("selftest").check_model(directory, config)
+        kept = str(loaded.shape.dtype).removeprefix("torch.")
+        size = loaded.shape.bytes_per_token
+        yield "weights", str(loaded.weights), False
+        yield "keys and values", f"{kept}, {size / 2**10:.1f} KiB a token", False
+        yield "model check", loaded.checked, False
         yield "numerics", str(invariance), False
     except EngineError as error:
         yield "numerics", str(error), True
@@ -163,7 +170,8 @@ def _fit(what: str, model: OwnModel, path: str, directory: Path | None) -> Findi
 
 
 def _memory_plan(config: EngineConfig, directory: Path) -> str:
-    size = sum(file.stat().st_size for file in directory.glob("*.safetensors"))
+    files = [*directory.glob("*.safetensors")] or [*directory.glob("*.gguf")]
+    size = sum(file.stat().st_size for file in files)
     wish = config.cache.memory_bytes
     cache = (
         f"{wish / 2**30:.1f} GiB" if wish else f"{config.cache.memory_share:.0%} of what is left"

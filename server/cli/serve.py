@@ -59,7 +59,7 @@ def serve(settings: Settings, directory: Path, model_name: str, console: Console
     """Serves until a signal comes or the engine dies.
 
     Args:
-        directory: the model, in safetensors.
+        directory: the model, as `sources.resolve` found it.
         model_name: what the API calls it.
         console: is told what happens until the server is ready.
 
@@ -243,8 +243,9 @@ def banner(context: ServerContext, url: str, settings: Settings) -> str:
     lines = {
         "model": f"{context.model_name} ({info.dtype} on {info.device}, "
         f"{info.runner} runner, {info.max_model_len} tokens of context)",
+        "weights": str(info.weights),
         "KV cache": f"{info.num_pages} pages of {info.page_size} = "
-        f"{info.num_pages * info.page_size} tokens",
+        f"{info.num_pages * info.page_size} tokens in {info.kv_dtype}",
         "drafter": f"{', '.join(info.drafters)}, up to {info.max_draft} tokens a step"
         if info.drafters and info.max_draft
         else "none",

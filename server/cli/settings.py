@@ -61,11 +61,28 @@ class Settings(BaseModel):
         (), description="names in the API, separated by commas; default: the model's own"
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "auto", description="auto: bfloat16 where the device computes it natively, else float32"
+        "auto",
+        description="type of K/V, of what layers hand on, and of weights that are not in blocks; "
+        "auto: bfloat16 where the device computes it natively, else float32",
+    )
+    weights: Literal["auto", "file", "float32", "bfloat16", "int8", "int4"] = Field(
+        "auto",
+        description="what weights are kept in; file: in the blocks of a GGUF file; float32, "
+        "bfloat16: unpacked to that, which is then the dtype; int8, int4: rounded to blocks; "
+        "auto: the fastest that is faithful",
+    )
+    activations: Literal["int16", "int8"] = Field(
+        "int16",
+        description="what is multiplied with weights in blocks; int16: as good as float32; "
+        "int8: faster, less faithful",
     )
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="where the model runs")
-    runner: Literal["auto", "native", "torch", "reference"] = Field(
+    runner: Literal["auto", "native", "cuda", "torch", "reference"] = Field(
         "auto", description="what runs the model; auto: the fastest that applies"
+    )
+    numerics: Literal["exact", "fast"] = Field(
+        "exact",
+        description="on a GPU: exact answers whoever shares a pass, or the vendor's products",
     )
     threads: Count | None = Field(
         None, description="most compute threads; default: one per core that it may keep busy"
@@ -106,6 +123,12 @@ class Settings(BaseModel):
     )
     max_draft: int = Field(
         _SPECULATION.max_draft, ge=0, le=64, description="most draft tokens per sequence and step"
+    )
+    max_nodes: int = Field(
+        _SPECULATION.max_nodes,
+        ge=0,
+        le=64,
+        description="most draft tokens of a draft that branches, max_draft deep; 0: none branches",
     )
 
     audit_rate: float = Field(
@@ -157,6 +180,10 @@ class Settings(BaseModel):
         None, min_length=1, description="file of more keys, one KEY or NAME:KEY a line"
     )
     open_metrics: bool = Field(False, description="answer /metrics without a key")
+    allow_trace: bool = Field(
+        True, description="let requests ask whose guesses their tokens are (speculation.trace)"
+    )
+    ui: bool = Field(True, description="serve a page at / to chat with the model")
     requests_per_minute: Count | None = Field(
         None, description="most POST requests of one key, or of all callers without keys (429)"
     )
@@ -251,6 +278,9 @@ class Settings(BaseModel):
             device=self.device,
             max_model_len=self.max_model_len,
             runner=self.runner,
+            weights=self.weights,
+            activations=self.activations,
+            numerics=self.numerics,
         )
         return EngineConfig(
             model=model,
@@ -273,6 +303,7 @@ class Settings(BaseModel):
                 drafters=self.drafters,
                 lookup_store_bytes=self.lookup_store_memory,
                 max_draft=self.max_draft,
+                max_nodes=self.max_nodes,
                 draft_model=None
                 if self.draft_model is None
                 else replace(model, path=self.draft_model, max_model_len=None),

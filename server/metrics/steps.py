@@ -16,6 +16,7 @@ from prometheus_client.registry import Collector
 
 from engine.stats import SpeculationReport, StepStats
 from engine.types import EngineInfo
+from server.metrics.weights import WeightsMetrics
 
 _STEP_SECONDS = (0.0001, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
 _STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
@@ -188,6 +189,7 @@ class StepMetrics:
         )
         self._times(make)
         self._facts(make)
+        self._weights = WeightsMetrics(make.registry, make.model_name)
         self._tokens_per_step = TokensPerStep(make.model_name)
         make.registry.register(self._tokens_per_step)
         self._speculation = SpeculationCollector(make.model_name)
@@ -287,5 +289,6 @@ class StepMetrics:
             self._method_info.labels(name, drafter, str(info.max_draft)).set(1)
             works = self._last is None or drafter in self._last.speculation.drafters
             self._active.labels(name, drafter).set(works)
+        self._weights.describe(info)
         if info.row_invariant is not None:
             self._invariant.labels(name).set(info.row_invariant)

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
-from engine.types import TokenLogprobs
+from engine.types import DraftTrace, TokenLogprobs
 from server.text.decode import Detokenizer
 from server.text.stop import StopMatcher
 
@@ -33,6 +33,24 @@ class TextRules:
 
 
 @dataclass(frozen=True, slots=True)
+class Piece:
+    """The text of one token, and where it came from.
+
+    Args:
+        drafter: who guessed it; None = the model itself said it.
+        refused: guessed tokens in whose place it stands.
+        drafted: draft tokens that were checked in the step that ended with it.
+        partial: the rest of the token's text follows in another piece, and all of the above.
+    """
+
+    text: str
+    drafter: str | None
+    refused: tuple[int, ...] = ()
+    drafted: int = 0
+    partial: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
     """What one choice gained: text, and the tokens it came from.
 
@@ -40,6 +58,8 @@ class Delta:
         offsets: per token, where its text begins in the choice's text (characters).
         finish_reason: "stop" or "length" in the choice's last delta, else None.
         stop_reason: the stop string or the caller's stop token that ended it.
+        pieces: the text token by token, if the engine told where tokens came from. A token whose
+            text is released bit by bit has several.
     """
 
     text: str
@@ -48,6 +68,7 @@ class Delta:
     offsets: tuple[int, ...]
     finish_reason: str | None = None
     stop_reason: str | int | None = None
+    pieces: tuple[Piece, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +78,7 @@ class _Waiting:
     start: int  # characters of text before it
     end: int
     open: bool  # it ended within a character
+    origin: Piece | None  # still without its text
 
 
 class ChoiceText:
@@ -80,16 +102,21 @@ class ChoiceText:
         self.finished = False
 
     def push(
-        self, token_ids: Sequence[int], logprobs: Sequence[TokenLogprobs] | None
+        self,
+        token_ids: Sequence[int],
+        logprobs: Sequence[TokenLogprobs] | None,
+        trace: DraftTrace | None = None,
     ) -> Delta | None:
-        """Takes newly committed tokens.
+        """Takes newly committed tokens, and what is known of where they came from.
 
         Returns:
             What may be released now; None if nothing may. If it has a `finish_reason`, a stop
             string was found and the rest of the tokens was dropped.
         """
         for index, token_id in enumerate(token_ids):
-            stop = self._append(token_id, logprobs[index] if logprobs is not None else None)
+            logprob = logprobs[index] if logprobs is not None else None
+            origin = _origin(index, len(token_ids), trace) if trace else None
+            stop = self._append(token_id, logprob, origin)
             if stop is not None:
                 return self._close("stop", stop)
         delta = self._release(everything=False)
@@ -101,7 +128,9 @@ class ChoiceText:
         named = stop_token_id in self._rules.stop_token_ids
         return self._close(reason, stop_token_id if named else None)
 
-    def _append(self, token_id: int, logprob: TokenLogprobs | None) -> str | None:
+    def _append(
+        self, token_id: int, logprob: TokenLogprobs | None, origin: Piece | None
+    ) -> str | None:
         """Adds one token; returns the stop string it completes, if it does."""
         rules = self._rules
         start = self._length
@@ -110,7 +139,7 @@ class ChoiceText:
         self._add_text(text)
         self.tokens += 1
         self._waiting.append(
-            _Waiting(token_id, logprob, start, self._length, self._detokenizer.incomplete)
+            _Waiting(token_id, logprob, start, self._length, self._detokenizer.incomplete, origin)
         )
         if self.tokens <= rules.min_tokens or not (found := self._matcher.feed(text)):
             return None
@@ -146,6 +175,7 @@ class ChoiceText:
                 break
             out.append(self._waiting.popleft())
         count = len(self._buffer) - (self._length - safe)
+        first_character = self._length - len(self._buffer)
         text, self._buffer = self._buffer[:count], self._buffer[count:]
         logprobs = tuple(token.logprob for token in out if token.logprob is not None)
         return Delta(
@@ -155,4 +185,29 @@ class ChoiceText:
             offsets=tuple(min(token.start, self._length) for token in out),
             finish_reason=finish_reason,
             stop_reason=stop_reason,
+            pieces=tuple(self._pieces(out, first_character, text)),
         )
+
+    def _pieces(self, out: Sequence[_Waiting], start: int, text: str) -> Iterator[Piece]:
+        """`text`, which begins at character `start` of the choice, by the tokens it came from:
+        those that are released with it, and perhaps the beginning of the next."""
+        end = start + len(text)
+        tokens = [*out, *(token for token in self._waiting if token.start < end)]
+        if not any(token.origin for token in tokens):
+            return
+        ends = [*(token.start for token in tokens[1:]), end]
+        for number, (token, stop) in enumerate(zip(tokens, ends, strict=True)):
+            if token.origin is not None:
+                own = text[max(token.start - start, 0) : max(stop - start, 0)]
+                if number < len(out):
+                    yield replace(token.origin, text=own)
+                else:
+                    yield Piece(own, token.origin.drafter, partial=True)
+
+
+def _origin(index: int, count: int, trace: DraftTrace) -> Piece:
+    """Where token `index` of the `count` of a step came from; its text is not known yet."""
+    drafter = trace.drafter if index < trace.accepted else None
+    if index < count - 1:
+        return Piece("", drafter)
+    return Piece("", drafter, trace.refused, trace.drafted)

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from engine.errors import InvalidRequest
 from server.text.decode import ByteDetokenizer, Detokenizer, WindowDetokenizer
+from server.text.grammar import GrammarCompiler
 from server.text.guard import Guard, GuardedText
 from server.text.lanes import Lanes
 from server.text.least import text_bound
@@ -39,11 +40,15 @@ class TextCodec:
     Args:
         tokenizer: a transformers tokenizer.
         control: whether control tokens that are spelled out in messages act as such.
+
+    Attributes:
+        grammars: compiles what answers must match.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, control: bool = False) -> None:
         self._tokenizer = tokenizer
         self._control = control
+        self.grammars = GrammarCompiler(tokenizer)
         added = tokenizer.added_tokens_decoder
         self._special = frozenset(token for token, entry in added.items() if entry.special)
         self._known = len(tokenizer)
@@ -53,6 +58,21 @@ class TextCodec:
         self._anchor = tokenizer.encode("a", add_special_tokens=False)
         self._lanes = Lanes()
         self._bound = text_bound(tokenizer)
+
+    @property
+    def template(self) -> str:
+        """The chat template, as it was written; "" if there is none. Of several that are named
+        it is the one for tools, or else the default."""
+        given = self._tokenizer.chat_template or ""
+        if isinstance(given, Mapping):
+            given = given.get("tool_use", given.get("default", ""))
+        return str(given)
+
+    @property
+    def special_ids(self) -> dict[str, int]:
+        """Control tokens by their text."""
+        added = self._tokenizer.added_tokens_decoder
+        return {str(entry.content): token for token, entry in added.items() if entry.special}
 
     @property
     def has_chat_template(self) -> bool:
@@ -156,11 +176,12 @@ class TextCodec:
 
     async def write_chat(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
         """`render_chat`, where long conversations hold up neither the event loop nor short ones.
 
@@ -168,7 +189,8 @@ class TextCodec:
             InvalidRequest: as there.
             Overloaded: too much waits already.
         """
-        characters = sum(len(value) for message in messages for value in message.values())
+        characters = sum(len(str(value)) for message in messages for value in message.values())
+        characters += len(str(tools)) if tools else 0
 
         def work() -> str:
             return self.render_chat(
@@ -176,6 +198,7 @@ class TextCodec:
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 variables=variables,
+                tools=tools,
             )
 
         return await self._lanes.run(characters, work)
@@ -187,10 +210,12 @@ class TextCodec:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
         """The prompt text of a conversation, by the tokenizer's own template (sandboxed).
 
         Args:
+            tools: that the model may call, in OpenAI's shape.
             variables: more names that the template may read, with JSON values; none of
                 `RESERVED_VARIABLES`.
 
@@ -207,7 +232,7 @@ class TextCodec:
                 "messages",
             )
         conversation = [dict(message) for message in messages]
-        given: dict[str, Any] = dict(variables or {})
+        given: dict[str, Any] = {**(variables or {}), **({"tools": list(tools)} if tools else {})}
         # The caller has checked the roles; some templates make control tokens of them.
         written = [{k: v for k, v in m.items() if k != "role"} for m in conversation]
         guarded = not self._control and self._guard.concerns([*written, given])

@@ -7,6 +7,7 @@ every planner faces the same text.
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from engine.control.adaptive import AdaptivePlanner
 from engine.control.calibration import Calibration
 from engine.control.costs import CostModel
 from engine.control.options import Mode, PlannerOptions
-from engine.control.planner import Assignment, FixedPlanner, Planner, nobody
+from engine.control.planner import Assignment, Planner
 from engine.draft.drafter import Verdict
 from engine.meter.gain import Gain
 from engine.meter.meter import Meter
@@ -31,7 +32,31 @@ from engine.types import Request, SamplingParams
 
 PROMPT = 64
 
+#: Tokens of a stream, if a world does not say otherwise.
+STREAM = 400
+
 _MASK = 2**64 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a step does, on whatever machine.
+
+    Attributes:
+        sequences: in the pass.
+        rows: query tokens of the pass, drafts included.
+        context: cached tokens that it reads.
+        asked: sequences that draft.
+        rounds: longest draft.
+        depth: most tokens that one sequence emits.
+    """
+
+    sequences: int
+    rows: int
+    context: int
+    asked: int
+    rounds: int
+    depth: int
 
 
 @dataclass(frozen=True)
@@ -63,8 +88,21 @@ class Machine:
     def pass_seconds(self, rows: int, sequences: int, context: int) -> float:
         return self.curve(rows) + self.sequence * sequences + self.context * context
 
+    def seconds(self, work: Work, slowness: float = 1.0) -> tuple[float, float, float]:
+        """Of drafting, the pass (which alone is slowed down), and the rest of a step."""
+        call, each, per_round = self.draft
+        draft = call + each * work.asked + per_round * work.rounds if work.asked else 0.0
+        verify = self.pass_seconds(work.rows, work.sequences, work.context) * slowness
+        rest = self.overhead[0] + self.overhead[1] * work.rows + 2e-5 * work.depth
+        return draft, verify, rest
+
+    def slowness(self, chance: random.Random) -> float:
+        """Of the next pass, by noise and pauses."""
+        noise = math.exp(chance.gauss(0.0, self.noise))
+        return noise * 20.0 if chance.random() < self.pauses else noise
+
     def calibrate(self, most_rows: int = 512) -> Calibration:
-        def measure(rows: int, sequences: int, context: int) -> float:
+        def measure(rows: int, sequences: int, context: int, _: int) -> float:
             return self.pass_seconds(rows, sequences, sequences * context)
 
         return calibrate(
@@ -144,6 +182,18 @@ def _uniform(*key: int) -> float:
     return mixed / 2.0**64
 
 
+@functools.lru_cache(maxsize=1 << 17)  # every planner faces the same text
+def is_right(text: Text, stream: int, position: int, seed: int) -> bool:
+    """Whether a draft token is what the text goes on with."""
+    return _uniform(stream, position, 2, seed) < text(stream, position)[0]
+
+
+@functools.lru_cache(maxsize=1 << 17)
+def is_offered(text: Text, stream: int, position: int, seed: int) -> bool:
+    """Whether the drafter has something to say."""
+    return _uniform(stream, position, 1, seed) < text(stream, position)[1]
+
+
 @dataclass
 class Log:
     """What happened in a run."""
@@ -153,6 +203,7 @@ class Log:
     steps: int = 0
     lengths: list[float] = field(default_factory=list)  # mean draft length by step
     positions: list[int] = field(default_factory=list)  # of the first stream, by step
+    work: list[Work] = field(default_factory=list)
     gains: list[Gain] = field(default_factory=list)
     meter: Meter = field(default_factory=lambda: Meter(CostModel()))
 
@@ -169,7 +220,7 @@ class World:
         self.text = text
         self.batch = batch
         self.seed = seed
-        self.length = 400  # tokens of a stream
+        self.length = STREAM  # tokens of a stream
         self.max_draft = 8
         self.prefill_every = 0  # steps between prefill chunks of 64 tokens, 0 = none
         self.planning = (0.0, 0.0)  # seconds of choosing and observing in every step
@@ -216,7 +267,7 @@ class World:
             self._judge(i, s, n, name)
             for (i, s), n, name in zip(live, lengths, assignment.drafters, strict=False)
         ] + [Verdict([], 0, 0)] * (len(parts) - len(live))
-        stats = self._stats(plan, assignment, verdicts, log.steps)
+        stats = self._stats(plan, assignment, verdicts, log)
         log.lengths.append(sum(lengths) / len(live))
         log.positions.append(len(live[0][1].tokens) - PROMPT)
         for (_, sequence), verdict in zip(live, verdicts, strict=False):
@@ -235,32 +286,27 @@ class World:
 
     def _judge(self, stream: int, sequence: Sequence, length: int, drafter: str) -> Verdict:  # noqa: ARG002
         position = len(sequence.tokens) - PROMPT
-        if not length or _uniform(stream, position, 1, self.seed) >= self.text(stream, position)[1]:
+        if not length or not is_offered(self.text, stream, position, self.seed):
             return Verdict([0], 0, 0)
         accepted = 0
-        while accepted < length:
-            right, _ = self.text(stream, position + accepted)
-            if _uniform(stream, position + accepted, 2, self.seed) >= right:
-                break
+        while accepted < length and is_right(self.text, stream, position + accepted, self.seed):
             accepted += 1
         return Verdict([0] * (accepted + 1), length, accepted)
 
     def _stats(
-        self, plan: StepPlan, assignment: Assignment, verdicts: Seq[Verdict], step: int
+        self, plan: StepPlan, assignment: Assignment, verdicts: Seq[Verdict], log: Log
     ) -> StepStats:
-        machine, drafted = self.machine, [v.drafted for v in verdicts]
-        lengths = assignment.lengths
-        rows = sum(part.num_feed for part in plan.scheduled) + sum(drafted)
-        context = sum(s.sequence.table.num_cached[TARGET] + s.num_feed for s in plan.scheduled)
-        noise = math.exp(self._random.gauss(0.0, machine.noise)) * self.scale(step)
-        if self._random.random() < machine.pauses:
-            noise *= 20.0
-        verify = machine.pass_seconds(rows, len(plan.scheduled), context) * noise
-        call, each, per_round = machine.draft
-        asked = sum(1 for n in lengths if n)
-        draft = (call + each * asked + per_round * max(lengths)) if asked else 0.0
-        depth = max(v.accepted for v in verdicts) + 1
-        sample = machine.overhead[0] + machine.overhead[1] * rows + 2e-5 * depth
+        work = Work(
+            sequences=len(plan.scheduled),
+            rows=sum(part.num_feed for part in plan.scheduled) + sum(v.drafted for v in verdicts),
+            context=sum(s.sequence.table.num_cached[TARGET] + s.num_feed for s in plan.scheduled),
+            asked=sum(1 for n in assignment.lengths if n),
+            rounds=max(assignment.lengths),
+            depth=max(v.accepted for v in verdicts) + 1,
+        )
+        log.work.append(work)
+        slowness = self.machine.slowness(self._random) * self.scale(log.steps)
+        draft, verify, sample = self.machine.seconds(work, slowness)
         return StepStats(
             seconds=draft + verify + sample + sum(self.planning),
             draft_seconds=draft, verify_seconds=verify,
@@ -284,14 +330,3 @@ def planner_for(
         machine.calibrate_drafts() if calibrated else {},
     )
     return AdaptivePlanner(PlannerOptions(depth=8, mode=mode, **options), costs)
-
-
-class Fixed(FixedPlanner):
-    """As many as it is told, wherever there is room."""
-
-    def __init__(self, length: int) -> None:
-        self.length = length
-
-    def choose(self, plan: StepPlan) -> Assignment:
-        lengths = [min(self.length, part.max_draft) for part in plan.scheduled]
-        return Assignment(lengths, nobody(plan).drafters)

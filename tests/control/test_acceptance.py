@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 
@@ -127,8 +128,38 @@ def test_memory_is_bounded_by_the_sequences_alive() -> None:
 
 def test_what_is_known_is_told() -> None:
     model = AcceptanceModel()
-    for _ in range(50):
+    for _ in range(600):
         play(model, make_sequence(), 4, 3, bucket=2)
-    told = model.describe()["lookup"]
-    assert told["acceptance"] == pytest.approx(0.75, abs=0.02)
-    assert set(told["by_bucket"]) == {2}  # type: ignore[call-overload]
+    told: dict[str, Any] = model.describe()["lookup"]
+    assert told["acceptance"] == pytest.approx(1.0, abs=0.06)  # of a draft's first token
+    assert told["by_bucket"] == {2: pytest.approx(1.0, abs=0.06)}
+    assert told["by_depth"] == pytest.approx([1.0, 1.0, 1.0, 0.0], abs=0.2)
+    assert told["judged_tokens"] == pytest.approx(200, rel=0.05)  # of which each counts 0.995
+
+
+def test_acceptance_that_falls_with_depth_is_told_from_texts_that_differ() -> None:
+    """Half of the sequences are at 0.9, half at 0.6; behind, a head's acceptance falls. What is
+    left of ten thousand drafts is off by four standard errors at most."""
+    falls = (1.0, 0.75, 0.5, 0.25)
+    model, dice = AcceptanceModel(), random.Random(5)
+    sequences = [make_sequence(number) for number in range(8)]
+    for _ in range(1250):
+        for number, sequence in enumerate(sequences):
+            first, kept = 0.9 if number % 2 else 0.6, 0
+            while kept < 4 and dice.random() < first * falls[kept]:
+                kept += 1
+            play(model, sequence, 4, kept)
+    assert model.by_depth("lookup", 4) == pytest.approx(falls, abs=0.08)
+    for number, sequence in enumerate(sequences):
+        found = model.estimate(sequence, "lookup", 0)
+        assert found == pytest.approx(0.9 if number % 2 else 0.6, abs=0.25)
+    assert list(model.by_depth("lookup", 6)[4:]) == [model.by_depth("lookup", 4)[3]] * 2
+
+
+def test_where_depth_changes_nothing_none_is_seen() -> None:
+    model, dice = AcceptanceModel(), random.Random(6)
+    sequences = [make_sequence(number) for number in range(8)]
+    for _ in range(500):
+        for sequence in sequences:
+            play(model, sequence, 8, draw(dice, 0.8, 8))
+    assert min(model.by_depth("lookup", 8)) > 0.93

@@ -20,10 +20,10 @@ from engine.sequence import Sequence, Status
 from engine.stats import StepStats
 from engine.status import choices, describe
 from engine.types import Request, SamplingParams
+from tests.control.fixed import Fixed
 from tests.control.simulator import (
     A10,
     LAPTOP,
-    Fixed,
     Machine,
     World,
     bursty,

@@ -90,9 +90,9 @@ class Several(World, NoAdvice):
         return Verdict([0] * (accepted + 1), length, accepted)
 
     def _stats(
-        self, plan: StepPlan, assignment: Assignment, verdicts: Seq[Verdict], step: int
+        self, plan: StepPlan, assignment: Assignment, verdicts: Seq[Verdict], log: Log
     ) -> StepStats:
-        stats = super()._stats(plan, assignment, verdicts, step)
+        stats = super()._stats(plan, assignment, verdicts, log)
         groups: dict[str, list[int]] = {}
         for name, length in zip(assignment.drafters, assignment.lengths, strict=True):
             if length:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -33,6 +34,26 @@ def test_the_table_goes_on_from_the_load_and_never_falls() -> None:
     assert table[12] == pytest.approx(cost.predict(Load(4, 4, 16, 400, 400 + 12 * 100)))
     assert (np.diff(table) >= 0).all()
     assert len(cost.table(load(500), 100)) == 101  # beyond the most that a pass may have
+
+
+def test_rows_without_logits_have_a_price_of_their_own() -> None:
+    """A prompt beside drafts: the head's part of the price goes with the rows that need it, also
+    after the machine has slowed down and one octave has turned out dearer."""
+    prompt = ((1, 0.010), (16, 0.011), (64, 0.020), (256, 0.075))
+    cost = VerifyCost(replace(CURVE, prompt=prompt), 512)
+    mixed = replace(load(64, 4, 1000), silent=56)
+    assert cost.predict(load(64, 4, 1000)) == pytest.approx(0.040 + 4e-4 + 1e-4 + 1.6e-4)
+    body = 0.020 - 0.010 * (1 + 0.1 * 7 / 15)
+    assert cost.predict(mixed) == pytest.approx(CURVE.rows_seconds(8) + body + 6.6e-4)
+    for _ in range(300):
+        cost.update(load(8, 4, 1000), 0.02)
+        cost.update(mixed, 0.05)
+    assert cost.predict(load(8, 4, 1000)) == pytest.approx(0.02, rel=0.03)
+    assert cost.predict(mixed) == pytest.approx(0.05, rel=0.03)
+    table = cost.table(mixed, 500)
+    assert table[0] == pytest.approx(cost.predict(mixed))
+    assert (np.diff(table) >= 0).all()
+    assert len(table) == 501
 
 
 def test_a_machine_that_slows_down_is_followed_at_every_size() -> None:

@@ -11,13 +11,15 @@ import pytest
 
 from engine.control.options import Mode
 from engine.control.planner import Planner
+from engine.draft.drafter import Verdict
+from engine.sequence import Sequence
+from tests.control.fixed import LENGTHS, Fixed, seconds_of_fixed
 from tests.control.simulator import (
     A10,
     H200,
     LAPTOP,
     MACHINES,
     WITH_DRAFT_MODEL,
-    Fixed,
     Log,
     Machine,
     Text,
@@ -28,6 +30,7 @@ from tests.control.simulator import (
     planner_for,
     switching,
 )
+from tests.control.simulator import _uniform as uniform
 
 TEXTS: dict[str, Text] = {
     "constant": constant(0.7),
@@ -37,13 +40,18 @@ TEXTS: dict[str, Text] = {
     "mixed": mixed,
 }
 
+EASY = constant(0.95)
+LATE = switching(0.0, 0.9, at=150)
+
 ALL_MACHINES = MACHINES | WITH_DRAFT_MODEL
 
-LENGTHS = (0, 1, 2, 3, 4, 6, 8)
 
-
-def seconds_of_fixed(machine: Machine, text: Text, batch: int, tokens: int) -> dict[int, float]:
-    return {k: World(machine, text, batch).run(Fixed(k), tokens).seconds for k in LENGTHS}
+def test_fixed_lengths_are_timed_as_they_run() -> None:
+    """Paths that were walked on another machine, to the last bit."""
+    machine = WITH_DRAFT_MODEL["a10, draft model"]
+    timed = seconds_of_fixed(machine, mixed, 3, 2000)
+    for length in (0, 3):
+        assert World(machine, mixed, 3).run(Fixed(length), 2000).seconds == timed[length]
 
 
 @pytest.mark.parametrize("batch", [1, 8, 32])
@@ -60,6 +68,30 @@ def test_regret_against_the_best_fixed_length_in_hindsight(
     hard = name in WITH_DRAFT_MODEL and text == "bursty" and batch == 32
     assert log.seconds < (1.05 if hard else 1.03) * min(fixed.values())
     assert log.seconds < 1.02 * fixed[0]
+
+
+class Falling(World):
+    """A drafter such as a head: right at 0.8, 0.6, 0.4, 0.2 and then never, whatever the text."""
+
+    def _judge(self, stream: int, sequence: Sequence, length: int, drafter: str) -> Verdict:  # noqa: ARG002
+        position, accepted = len(sequence.tokens), 0
+        while accepted < length and uniform(stream, position, accepted) < 0.8 - 0.2 * accepted:
+            accepted += 1
+        return Verdict([0] * (accepted + 1), length, accepted)
+
+
+@pytest.mark.parametrize(("name", "batch"), [("laptop", 1), ("a10", 8), ("h200, draft model", 8)])
+def test_a_drafter_whose_acceptance_falls_with_depth_is_not_taken_for_one_with_the_mean(
+    name: str, batch: int
+) -> None:
+    """The length that is best in hindsight becomes the planner's."""
+    machine, tokens = ALL_MACHINES[name], 2000 * batch
+    fixed = {k: Falling(machine, EASY, batch).run(Fixed(k), tokens).seconds for k in range(5)}
+    best = min(fixed, key=lambda k: fixed[k])
+    log = Falling(machine, EASY, batch).run(planner_for(machine), tokens)
+    settled = log.lengths[log.steps // 2 :]
+    assert log.seconds < 1.015 * fixed[best]
+    assert sum(settled) / len(settled) == pytest.approx(best, abs=0.2)
 
 
 @pytest.mark.parametrize("machine", MACHINES)
@@ -117,9 +149,9 @@ def test_it_is_not_stuck_at_nothing() -> None:
 @pytest.mark.parametrize("name", WITH_DRAFT_MODEL)
 def test_texts_that_become_easy_are_noticed_in_time_to_pay(name: str, batch: int) -> None:
     """Each of them: wrong for 150 tokens, then right for 250."""
-    machine, text, tokens = WITH_DRAFT_MODEL[name], switching(0.0, 0.9, at=150), 1200 * batch
-    best = min(seconds_of_fixed(machine, text, batch, tokens).values())
-    assert World(machine, text, batch).run(planner_for(machine), tokens).seconds < 1.03 * best
+    machine, tokens = WITH_DRAFT_MODEL[name], 1200 * batch
+    best = min(seconds_of_fixed(machine, LATE, batch, tokens).values())
+    assert World(machine, LATE, batch).run(planner_for(machine), tokens).seconds < 1.03 * best
 
 
 @pytest.mark.parametrize("batch", [1, 8, 32])
@@ -129,13 +161,12 @@ def test_it_is_not_stuck_where_only_many_sequences_together_can_pay(name: str, b
     machine = WITH_DRAFT_MODEL[name]
     planner = planner_for(machine)
     World(machine, constant(0.0), batch).run(planner, 800 * batch)
-    easy, length = World(machine, constant(0.95), batch, seed=2), 900
+    easy, length = World(machine, EASY, batch, seed=2), 900
     easy.length = length
     log = easy.run(planner, length * batch)
-    best = min(seconds_of_fixed(machine, constant(0.95), batch, length * batch).values())
-    plain = World(machine, constant(0.95), batch).run(Fixed(0), length * batch).seconds
+    fixed = seconds_of_fixed(machine, EASY, batch, length * batch)
     # A good part of what there is to gain, although it starts from nothing.
-    assert plain - log.seconds > 0.3 * (plain - best)
+    assert fixed[0] - log.seconds > 0.3 * (fixed[0] - min(fixed.values()))
 
 
 @pytest.mark.parametrize("batch", [1, 16])
@@ -170,8 +201,10 @@ def test_the_meter_agrees_with_an_offline_comparison(
     tokens = 3000 if batch == 1 else 800 * batch
     planner = planner_for(MACHINES[machine], mode)
     log = World(MACHINES[machine], TEXTS[text], batch).run(planner, tokens)
-    plain = World(MACHINES[machine], TEXTS[text], batch).run(Fixed(0), tokens)
-    truth = (plain.seconds / plain.tokens) / (log.seconds / log.tokens)
+    plain = seconds_of_fixed(MACHINES[machine], TEXTS[text], batch, tokens, lengths=[0])[0]
+    # A step without drafts emits a token of each sequence.
+    plain_tokens = -(-tokens // batch) * batch
+    truth = (plain / plain_tokens) / (log.seconds / log.tokens)
     measured = log.meter.equal_seconds / log.meter.seconds
     assert measured == pytest.approx(truth, rel=0.05)
     ratio = log.meter.speedup().ratio

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.draft.automaton import _MAX_LINKS, SuffixAutomaton
+from engine.tree import depths
 
 
 def ends(text: list[int], part: list[int]) -> list[int]:
@@ -122,3 +123,34 @@ def test_size_is_linear(alphabet: int) -> None:
         automaton = read(text)
         assert len(automaton._length) <= 2 * len(text)
         assert sum(map(len, automaton._next)) <= 3 * len(text)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    text=st.integers(1, 4).flatmap(
+        lambda size: st.lists(st.integers(0, size - 1), max_size=_MAX_LINKS)
+    ),
+    nodes=st.integers(1, 9),
+    depth=st.integers(1, 4),
+)
+def test_trees_are_of_what_occurred(text: list[int], nodes: int, depth: int) -> None:
+    """Every token has followed the one before it, siblings differ, the likeliest single token
+    is the chain's, and a larger budget adds to the same tree."""
+    automaton = read(text)
+    tokens, parents = automaton.tree(nodes, depth, 1)
+    assert tokens[:1] == automaton.draft(1, 1)
+    assert len(tokens) <= nodes
+    assert all(deep < depth for deep in depths(parents))
+    assert len(set(zip(tokens, parents, strict=True))) == len(tokens)
+    for node in range(len(tokens)):
+        before = tokens[parents[node]] if parents[node] >= 0 else text[-1]
+        assert ends(text, [before, tokens[node]])
+    assert automaton.tree(nodes + 3, depth, 1)[0][: len(tokens)] == tokens
+
+
+def test_a_tree_branches_where_the_text_did() -> None:
+    again = [1, 2, 3, 4, 1, 2, 3, 5, 1, 2, 3, 5, 6, 1, 2, 3]
+    tokens, parents = read(again).tree(4, 3, 2)
+    root = [t for t, parent in zip(tokens, parents, strict=True) if parent == -1]
+    assert root == [5, 4]
+    assert read(again).tree(4, 3, 4) == ([], [])

@@ -94,7 +94,7 @@ def test_a_registered_drafter_serves() -> None:
     for settings in ({"drafter": "toy"}, {"drafters": "toy,lookup"}, {"drafters": "lookup,toy"}):
         built = serving(**settings)
         assert "toy" in built.info.drafters
-        assert set(built.engine.speculation()["drafters"]) == {"lookup", "toy"}
+        assert set(built.engine.speculation()["drafters"]) == {"lookup", "grammar", "toy"}
         pinned = SpeculationParams(drafter="toy")
         done = run(built, asked(pinned))
         assert texts(done) == texts(plain)
@@ -110,8 +110,8 @@ def test_a_registered_drafter_serves() -> None:
 @pytest.mark.usefixtures("toy")
 def test_a_drafter_that_is_not_loaded_cannot_be_asked_for() -> None:
     built = serving(drafter="lookup")
-    assert built.info.drafters == ("lookup",)
-    with pytest.raises(InvalidRequest, match="but this server has: lookup, none"):
+    assert built.info.drafters == ("lookup", "grammar")
+    with pytest.raises(InvalidRequest, match="but this server has: lookup, grammar, none"):
         built.rules.validate(asked(SpeculationParams(drafter="toy"))[0])
 
 
@@ -119,7 +119,7 @@ def test_a_drafter_that_is_not_loaded_cannot_be_asked_for() -> None:
 @pytest.mark.usefixtures("toy")
 def test_who_reads_predictions_joins_requests_that_have_one() -> None:
     built = serving(drafter="lookup")
-    assert built.info.drafters == ("lookup", "toy")
+    assert built.info.drafters == ("lookup", "grammar", "toy")
     built.engine.add(asked(SpeculationParams(prediction=(1, 2)))[0])
     built.engine.add(dataclasses.replace(asked()[0], request_id="without"))
     drafters = [s.drafters for s in built.engine.parts.scheduler.waiting]
@@ -173,12 +173,12 @@ def test_a_model_goes_to_the_drafter_that_is_named() -> None:
         return [e.name for e in registry.wanted(SpeculationConfig(**speculation))]
 
     small = ModelConfig("small")
-    assert names() == names(drafter="lookup") == ["lookup"]
+    assert names() == names(drafter="lookup") == ["lookup", "grammar"]
     assert names(drafter="none", draft_model=small) == []
-    assert names(draft_model=small) == ["lookup", "model"]  # whom a request may name
-    assert names(drafter="toy", draft_model=small) == ["lookup", "toy"]
+    assert names(draft_model=small) == ["lookup", "model", "grammar"]  # whom a request may name
+    assert names(drafter="toy", draft_model=small) == ["lookup", "grammar", "toy"]
     both = names(drafters=("model", "toy"), draft_model=small)
-    assert both == ["lookup", "model", "toy"]
+    assert both == ["lookup", "model", "grammar", "toy"]
     config = EngineConfig(
         ModelConfig("x"), speculation=SpeculationConfig(drafter="toy", draft_model=small)
     )
@@ -209,7 +209,7 @@ def test_names_are_taken_once_and_are_words() -> None:
     ):
         with pytest.raises(ValueError, match=problem):
             registry.register(dataclasses.replace(TOY, name=name))
-    assert registry.choices() == ("lookup", "model", "eagle", "toy", "none")
+    assert registry.choices() == ("lookup", "model", "eagle", "grammar", "toy", "none")
 
 
 def test_no_other_file_spells_a_drafters_name() -> None:

@@ -33,6 +33,7 @@ class Telling:
 
     def __init__(self, runner: Any) -> None:
         self.store, self.device, self.min_rows = runner.store, runner.device, runner.min_rows
+        self.branches = True
         self._runner = runner
         self._rows = 0
         self.spoil = -1  # passes until one row is no number
@@ -50,6 +51,9 @@ class Telling:
         self.spoil -= 1
         logits = passed.logits * float("nan") if self.spoil == 0 else passed.logits
         return Pass(logits, passed.seconds, told)
+
+    def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        self._runner.move(sources, targets)
 
 
 class Head:

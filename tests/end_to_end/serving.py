@@ -8,8 +8,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +19,8 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 import loadtest
-from engine.model.paths import cache_directory
+from tests.caches import own_cache
+from tests.forks import Forked
 from tests.tiny import Weights, write_gguf
 
 #: Longest wait for anything: a first start compiles the kernels and may fetch a model.
@@ -42,7 +41,7 @@ class Server:
         headers: of every request.
     """
 
-    process: subprocess.Popen[bytes]
+    process: Forked
     url: str
     log: Path
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -66,6 +65,17 @@ class Server:
         found = re.search(r"^VmHWM:\s+(\d+) kB$", status, re.MULTILINE)
         assert found is not None
         return int(found[1]) * 1024
+
+    @contextlib.contextmanager
+    def slow(self) -> Iterator[None]:
+        """Meanwhile a step takes so long that no long answer ends, however busy the machine is
+        with the test itself. Of servers that were started with `paced`."""
+        brake = _brake(self.log)
+        brake.touch()
+        try:
+            yield
+        finally:
+            brake.unlink()
 
     # -- requests --------------------------------------------------------------------------
 
@@ -174,6 +184,7 @@ def serving(
     environment: Mapping[str, str] | None = None,
     port: int = 0,
     ready: bool = True,
+    paced: bool = False,
 ) -> Iterator[Server]:
     """A server that is stopped at the end, whatever happens.
 
@@ -183,6 +194,7 @@ def serving(
         environment: variables on top of this process's own, of which no setting is passed on.
         port: 0 = a free one, which only a server that is ready tells.
         ready: whether to wait until it is.
+        paced: whether its steps can be slowed down (`Server.slow`).
     """
     kept = {
         name: value
@@ -190,17 +202,33 @@ def serving(
         if not name.startswith("SPECSERVE_") or name == "SPECSERVE_HOME"
     }
     log = directory / f"server-{time.monotonic_ns()}.log"
-    command = [sys.executable, "-m", "server.cli", "serve", "--port", str(port), *flags]
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command, stdout=output, stderr=output, env=kept | dict(environment or {})
-        )
+    own = kept | dict(environment or {})
+    arguments = ["serve", "--port", str(port), *flags]
+    log.touch()
+    process = Forked(arguments, own, log, _PACED.format(brake=str(_brake(log))) if paced else "")
     try:
         url = f"http://127.0.0.1:{port}"
         yield Server(process, _wait_for_url(process, log) if ready else url, log)
     finally:
         process.kill()
         process.wait()
+
+
+#: Makes steps take long while a file is there.
+_PACED = """
+import os, time
+from engine.core import Engine
+step = Engine.step
+def paced(self):
+    if os.path.exists({brake!r}):
+        time.sleep(0.1)
+    return step(self)
+Engine.step = paced
+"""
+
+
+def _brake(log: Path) -> Path:
+    return log.with_suffix(".slow")
 
 
 @contextlib.contextmanager
@@ -217,20 +245,17 @@ def serving_tiny(
         options: see `serving`.
     """
     weights = weights or Weights()
-    kernels, model = cache_directory() / "native", directory / f"tiny{abs(hash(weights)):x}.gguf"
-    kernels.mkdir(parents=True, exist_ok=True)
+    model = directory / f"tiny{abs(hash(weights)):x}.gguf"
     if not model.exists():
         write_gguf(model, weights=weights)
-    if not (directory / "native").exists():
-        (directory / "native").symlink_to(kernels)
-    own = {"SPECSERVE_HOME": str(directory), **(environment or {})}
+    own = {"SPECSERVE_HOME": str(own_cache(directory)), **(environment or {})}
     # Threads wait for each other in every layer; one is quicker here, and on any busy machine.
     flags = ("--model", str(model), "--threads", "1", *flags)
     with serving(directory, *flags, environment=own, **options) as server:
         yield server
 
 
-def _wait_for_url(process: subprocess.Popen[bytes], log: Path) -> str:
+def _wait_for_url(process: Forked, log: Path) -> str:
     deadline = time.monotonic() + PATIENCE
     while (found := _URL.search(log.read_text())) is None:
         assert process.poll() is None, f"exit code {process.returncode}:\n{log.read_text()}"

@@ -29,7 +29,7 @@ NORMAL: dict[str, Any] = {"prompt": "In the beginning", "max_tokens": 24, "seed"
 def small(serve_tiny: Serve) -> Iterator[Server]:
     """Room for two that run and six that wait; 64 tokens a step."""
     limits = ("--max-sequences", str(RUNNING), "--max-waiting-sequences", str(WAITING))
-    with serve_tiny(*ALWAYS, *limits, "--max-batch-tokens", "64") as server:
+    with serve_tiny(*ALWAYS, *limits, "--max-batch-tokens", "64", paced=True) as server:
         yield server
 
 
@@ -89,6 +89,7 @@ def test_a_client_that_leaves_sets_everything_free(small: Server, phase: str) ->
     body: dict[str, Any] = {**LONG, "stream": PHASES[phase]}
     with unharmed(small), contextlib.ExitStack() as running:
         if phase == "queued":
+            running.enter_context(small.slow())
             streams = [running.enter_context(small.open_stream(LONG)) for _ in range(RUNNING)]
             assert all(next(chunks) for chunks in streams)
         elif "prefill" in phase:
@@ -141,7 +142,8 @@ def test_after_200_impatient_clients_one_is_served_in_5_seconds(tiny: Server) ->
 @pytest.mark.bad_input(52)
 def test_ten_times_too_many_are_answered_in_full_or_refused_at_once(small: Server) -> None:
     room = RUNNING + WAITING
-    bodies = [{"prompt": f"{i}", "max_tokens": 300, "seed": i} for i in range(room)]
+    common = {"max_tokens": 300, "ignore_eos": True}
+    bodies = [{"prompt": f"{i}", "seed": i, **common} for i in range(room)]
     alone = [small.complete(body)["choices"][0]["text"] for body in bodies]
     before = small.metrics().get("specserve_requests_rejected_total", 0)
 

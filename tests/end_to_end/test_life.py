@@ -87,34 +87,37 @@ def test_a_signal_while_loading_ends_it_at_once(serve_tiny: Serve, tmp_path: Pat
 
 def test_more_than_the_queue_holds_is_refused(serve_tiny: Serve) -> None:
     limits = ("--max-sequences", "1", "--max-waiting-sequences", "1")
-    with serve_tiny(*limits) as server, ThreadPoolExecutor(1) as pool:
-        with server.open_stream(LONG) as running:
+    body = {**LONG, "max_tokens": 200}
+    with serve_tiny(*limits, paced=True) as server, ThreadPoolExecutor(1) as pool:
+        with server.slow(), server.open_stream(LONG) as running:
             next(running)
-            waiting = pool.submit(server.complete, LONG)
+            waiting = pool.submit(server.complete, body)
             wait_until(lambda: server.metrics()["vllm:num_requests_waiting"] == 1)
-            refused = server.post(LONG)
+            refused = server.post(body)
             assert refused.status_code == 503
             assert refused.json()["error"]["code"] == "overloaded"
             assert 1 <= int(refused.headers["Retry-After"]) <= 120
             assert server.metrics()["specserve_requests_rejected_total"] == 1
         # Whoever was let in is served.
-        assert waiting.result()["usage"]["completion_tokens"] == LONG["max_tokens"]
+        assert waiting.result()["usage"]["completion_tokens"] == body["max_tokens"]
         assert server.post({"prompt": "x"}).status_code == 200
 
 
 @pytest.mark.bad_input(56)
 def test_a_drain_lets_answers_end_and_nobody_in(serve_tiny: Serve) -> None:
-    with serve_tiny() as server:
-        wanted = server.complete(LONG)["choices"][0]["text"]
-        with server.open_stream(LONG) as chunks:
-            first = next(chunks)
-            server.signal(signal.SIGTERM)
-            wait_until(lambda: not get(server.url + "/health").is_success)
-            health = get(server.url + "/health")
-            assert (health.status_code, health.json()) == (503, {"status": "draining"})
-            refused = server.post({"prompt": "x"})
-            assert refused.status_code == 503
-            assert refused.json()["error"]["code"] == "server_shutting_down"
+    body = {**LONG, "max_tokens": 500}
+    with serve_tiny("--drain-seconds", str(PATIENCE), paced=True) as server:
+        wanted = server.complete(body)["choices"][0]["text"]
+        with server.open_stream(body) as chunks:
+            with server.slow():
+                first = next(chunks)
+                server.signal(signal.SIGTERM)
+                wait_until(lambda: not get(server.url + "/health").is_success)
+                health = get(server.url + "/health")
+                assert (health.status_code, health.json()) == (503, {"status": "draining"})
+                refused = server.post({"prompt": "x"})
+                assert refused.status_code == 503
+                assert refused.json()["error"]["code"] == "server_shutting_down"
             assert text_of([first, *chunks]) == wanted
         assert server.wait() == 0
         with pytest.raises(httpx.ConnectError):
@@ -122,9 +125,11 @@ def test_a_drain_lets_answers_end_and_nobody_in(serve_tiny: Serve) -> None:
 
 
 def test_a_drain_that_takes_too_long_ends_streams_in_good_order(serve_tiny: Serve) -> None:
-    with serve_tiny("--drain-seconds", "0.1") as server, ThreadPoolExecutor(1) as pool:
+    flags = ("--drain-seconds", "0.1")
+    with serve_tiny(*flags, paced=True) as server, ThreadPoolExecutor(1) as pool, server.slow():
         many = {**LONG, "n": 16}
         whole = pool.submit(server.post, many)
+        wait_until(lambda: server.metrics()["vllm:num_requests_running"] == 16)
         with server.open_stream(many) as chunks:
             next(chunks)
             server.signal(signal.SIGINT)
@@ -137,7 +142,7 @@ def test_a_drain_that_takes_too_long_ends_streams_in_good_order(serve_tiny: Serv
 
 @pytest.mark.bad_input(56)
 def test_the_second_signal_ends_it_at_once(serve_tiny: Serve) -> None:
-    with serve_tiny() as server, server.open_stream({**LONG, "n": 16}) as chunks:
+    with serve_tiny(paced=True) as server, server.slow(), server.open_stream(LONG) as chunks:
         next(chunks)
         server.signal(signal.SIGTERM)
         wait_until(lambda: not get(server.url + "/health").is_success)

@@ -28,6 +28,7 @@ SHAPES: dict[str, dict[str, Any]] = {
     "logprobs": {"prompt": "In", "logprobs": 3, "return_token_ids": True},
     "stop": {"prompt": "x", "stop": ["N", "q", "12"], "max_tokens": 400},
     "stop, shown": {"prompt": "x", "stop": "N", "include_stop_str_in_output": True},
+    "trace": {"prompt": "x x x", "n": 2, "speculation": {"trace": True}},
     "penalties": {"prompt": "x x x", "repetition_penalty": 1.3, "presence_penalty": 0.5},
     "few tokens": {"prompt": "ab", "allowed_token_ids": [68, 69, 70, 200, 201]},
     "one token": {"prompt": "x", "max_tokens": 1},

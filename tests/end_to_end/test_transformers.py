@@ -6,13 +6,15 @@ the files. Exactly equal; no tolerance, no excuse for near-ties.
 
 from __future__ import annotations
 
+import contextlib
+import io
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 from engine.build import assemble
 from engine.config import (
@@ -58,7 +60,14 @@ def loaded(directory: Path) -> LoadedModel:
 def expected(directory: Path) -> dict[Ids, Ids]:
     """Prompt -> transformers' greedy continuation, beyond any end of text."""
     tokenizer = AutoTokenizer.from_pretrained(directory)
-    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    with contextlib.redirect_stderr(io.StringIO()):  # the reader's progress bars
+        model = AutoModelForCausalLM.from_pretrained(
+            directory,
+            config=AutoConfig.from_pretrained(directory),
+            gguf_file="model.gguf",
+            dtype=torch.float32,
+            quantization_config=GgufConfig(dequantize=True),
+        ).eval()
     texts = chat_prompts()
     continuations = {}
     for text in texts[:: len(texts) // PROMPTS][:PROMPTS]:

@@ -23,6 +23,7 @@ from engine.sampling import Purpose, gumbel, noise_key
 from engine.types import Request, SamplingParams
 from server.cli import audit as audit_command
 from server.cli import main
+from tests.caches import own_cache
 from tests.fakes import Setup, ask, make_engine, run, tiny
 from tests.lossless.broken import Generous, Leaky
 from tests.lossless.test_selftest import Uneven
@@ -258,7 +259,7 @@ def test_the_exit_code_is_the_verdict(
     from engine.model import sources
     from tests.tiny import write_gguf
 
-    monkeypatch.setenv("SPECSERVE_HOME", str(tmp_path))
+    monkeypatch.setenv("SPECSERVE_HOME", str(own_cache(tmp_path)))
     monkeypatch.setattr("engine.build.Judge", judge)
     model = sources.resolve(str(write_gguf(tmp_path / "Tiny.gguf")))
     flags = ["--model", str(model), "--threads", "1", "--dtype", "float32"]

@@ -9,8 +9,9 @@ a total variation of 0.1 is noticed (99 % power).
 from __future__ import annotations
 
 import dataclasses
-import itertools
+from collections import Counter
 from collections.abc import Callable, Sequence
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -27,6 +28,7 @@ from tests.lossless.broken import Generous, Leaky
 from tests.lossless.worlds import (
     LENGTH,
     TableDrafter,
+    Text,
     V,
     engine_of,
     exact_texts,
@@ -34,17 +36,14 @@ from tests.lossless.worlds import (
     is_lossless,
     loaded,
     many,
+    odds,
     sample,
     small,
 )
-from tests.sampling.support import Rule
+from tests.sampling.support import ODDS, Rule
 from tests.sampling.test_verify import (
+    BREAKS,
     bonus_from_last_row,
-    most_likely_correction,
-    residual_from_target,
-    sharper_proposal,
-    sharper_target,
-    uniform_proposal,
 )
 
 PROMPT = (1, 2, 3, 0, 1, 2)
@@ -83,11 +82,20 @@ def neighbours() -> list[Request]:
 
 
 @pytest.mark.parametrize(
-    ("drafter", "rule"),
-    [*itertools.product(("table", "model"), RULES), ("eagle", "block")],
+    ("rule", "drafter", "kind"),
+    [
+        ("match", "table", "plain"),
+        ("match", "model", "shaped"),
+        ("rejection", "table", "shaped"),
+        ("rejection", "model", "plain"),
+        ("block", "table", "plain"),
+        ("block", "model", "shaped"),
+        ("block", "eagle", "plain"),
+    ],
 )
-def test_texts_are_distributed_as_the_models(drafter: str, rule: str) -> None:
-    """Plain and shaped sampling at once, with a table's drafts, a draft model's and a head's."""
+def test_texts_are_distributed_as_the_models(rule: str, drafter: str, kind: str) -> None:
+    """Every two of a rule, a table's drafts or a draft model's, and plain or shaped sampling;
+    and a head's drafts."""
     setup = dataclasses.replace(
         TIGHT,
         draft=loaded("qwen3") if drafter == "model" else None,
@@ -95,21 +103,13 @@ def test_texts_are_distributed_as_the_models(drafter: str, rule: str) -> None:
     )
     who = TableDrafter() if drafter == "table" else drafter
     built = engine_of(setup, rule, drafter=who, max_draft=3)
-    mixed = [
-        r
-        for three in zip(
-            many("plain", PROMPT, 3008),
-            many("shaped", PROMPT[1:], 3008, **SHAPED),
-            neighbours() * 4,
-            strict=False,
-        )
-        for r in three
-    ]
+    prompt, params = (PROMPT, {}) if kind == "plain" else (PROMPT[1:], SHAPED)
+    counted = many(kind, prompt, 3008, **params)
+    mixed = [r for two in zip(counted, neighbours() * 4, strict=False) for r in two]
     asked = [dataclasses.replace(r, request_id=f"{r.request_id}.{i}") for i, r in enumerate(mixed)]
     done, counts = sample(built, asked)
-    assert is_lossless(counts["plain"], exact_texts(PROMPT))
-    assert is_lossless(counts["shaped"], exact_texts(PROMPT[1:], **SHAPED))
-    assert counts["plain"].total() == counts["shaped"].total() == 3008
+    assert counts[kind].total() == 3008
+    assert is_lossless(counts[kind], exact_texts(prompt, **params))
     assert done.preemptions > 100
     assert sum(s.prefix_hit_tokens for s in done.stats) > 10_000
     assert done.accepted > 1000
@@ -154,10 +154,24 @@ def test_a_deterministic_draft_is_matched_whatever_is_configured() -> None:
 # -- what is broken fails --------------------------------------------------------------------
 
 
-def counted(built: Any, samples: int, max_tokens: int = LENGTH, **params: Any) -> bool:
-    """Whether `samples` texts look lossless."""
+def is_sound(built: Any, samples: int, max_tokens: int = LENGTH, **params: Any) -> bool:
+    """Whether so many texts look lossless."""
     _, counts = sample(built, many("it", PROMPT, samples, max_tokens=max_tokens, **params))
     return is_lossless(counts["it"], exact_texts(PROMPT, max_tokens, **params))
+
+
+def is_noticed(built: Any, samples: int, max_tokens: int = LENGTH, **params: Any) -> bool:
+    """Whether at most so many texts give a broken engine away. They are looked at whenever they
+    have doubled, each time for an equal part of the odds, so that a sound one would be accused no
+    more often than by a single look at all of them."""
+    expected, counts = exact_texts(PROMPT, max_tokens, **params), Counter[Text]()
+    ends = [size for size in (256, 512, 1024, 2048) if size < samples] + [samples]
+    for start, end in pairwise([0, *ends]):
+        asked = many(f"{start}", PROMPT, end - start, max_tokens=max_tokens, **params)
+        counts += sample(built, asked)[1][f"{start}"]
+        if odds(counts, expected) <= ODDS / len(ends):
+            return True
+    return False
 
 
 def of_rows(broken: Rule) -> Callable[[Rows, Sequence[int], Tensor, Chance], Outcome]:
@@ -171,24 +185,14 @@ def of_rows(broken: Rule) -> Callable[[Rows, Sequence[int], Tensor, Chance], Out
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
-@pytest.mark.parametrize(
-    "breaks",
-    [
-        uniform_proposal,
-        sharper_proposal,
-        sharper_target,
-        residual_from_target,
-        most_likely_correction,
-        bonus_from_last_row,
-    ],
-)
+@pytest.mark.parametrize("breaks", BREAKS)
 def test_a_broken_rule_is_noticed(
     rule: str, breaks: Callable[[Rule], Rule], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken = of_rows(breaks(sampler._RULES[rule]))
     monkeypatch.setitem(sampler._RULES, rule, broken)
     built = engine_of(ROOMY, rule, drafter=TableDrafter(), max_draft=3)
-    assert not counted(built, 4000 if breaks is bonus_from_last_row else 1500)
+    assert is_noticed(built, 4000 if breaks is bonus_from_last_row else 1500)
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
@@ -225,7 +229,7 @@ def test_a_missing_bonus_costs_a_pass(rule: str, monkeypatch: pytest.MonkeyPatch
     ids=["says it drew uniformly", "says it drew at another temperature"],
 )
 def test_a_lying_drafter_is_noticed(rule: str, drafter: TableDrafter) -> None:
-    assert not counted(engine_of(ROOMY, rule, drafter=drafter, max_draft=3), 3000)
+    assert is_noticed(engine_of(ROOMY, rule, drafter=drafter, max_draft=3), 3000)
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
@@ -234,7 +238,9 @@ def test_noise_that_drafts_share_with_corrections_is_noticed(rule: str) -> None:
     table = torch.tensor([[0.05, 0.3, 0.15, 0.5]] * V, dtype=torch.float64)
     for purpose, sound in ((Purpose.DRAFT, True), (Purpose.RESIDUAL, False)):
         built = engine_of(ROOMY, rule, drafter=TableDrafter(table, purpose=purpose), max_draft=3)
-        assert counted(built, 1500 if sound else 5000, logit_bias={0: 0.6, 1: -0.2}) is sound
+        bias = {0: 0.6, 1: -0.2}
+        check, samples = (is_sound, 1500) if sound else (is_noticed, 5000)
+        assert check(built, samples, logit_bias=bias)
 
 
 @pytest.mark.parametrize("who", ["nobody", "coins", "drafts"])
@@ -251,18 +257,19 @@ def test_block_verification_keyed_by_position_is_noticed(
     drafter = TableDrafter(table, keyed_by_step=who != "drafts")
     built = engine_of(ROOMY, "block", drafter=drafter, max_draft=3)
     two_tokens = {"allowed_token_ids": frozenset({0, 1}), "temperature": 2.0}
-    assert counted(built, 3000, max_tokens=6, **two_tokens) is (who == "nobody")
+    check = is_sound if who == "nobody" else is_noticed
+    assert check(built, 3000, max_tokens=6, **two_tokens)
 
 
 @pytest.mark.parametrize("rule", RULES)
 def test_penalties_that_see_rejected_tokens_are_noticed(rule: str) -> None:
     params = {"frequency_penalty": 2.0, "presence_penalty": 2.0}
-    for judge, sound in ((Judge, True), (Leaky, False)):
+    for judge, check in ((Judge, is_sound), (Leaky, is_noticed)):
         built = engine_of(ROOMY, rule, judge, drafter=TableDrafter(), max_draft=3)
-        assert counted(built, 2000, **params) is sound
+        assert check(built, 2000, **params)
 
 
 def test_one_draft_too_many_is_noticed() -> None:
     """Match verification that keeps the first draft token whatever the target says."""
     built = engine_of(ROOMY, "match", Generous, drafter=TableDrafter(), max_draft=3)
-    assert not counted(built, 2000)
+    assert is_noticed(built, 2000)

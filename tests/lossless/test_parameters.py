@@ -20,6 +20,7 @@ from engine.judge import Judge
 from engine.types import Request, SamplingParams
 from tests.drafters import ScriptedDrafter, guess
 from tests.fakes import Choice, Run, Setup, make_engine, run, tiny
+from tests.grammars import random_automaton
 from tests.lossless.broken import Leaky
 from tests.sampling.support import make_row
 from tests.sampling.test_transformers import reference
@@ -62,6 +63,7 @@ WISHES: dict[str, st.SearchStrategy[Any]] = {
     "n": st.integers(1, 3),
     "logprobs": st.none() | st.integers(0, 3),
     "prompt_logprobs": st.none() | st.integers(0, 2),
+    "grammar": st.builds(random_automaton, st.integers(0, 40)),
 }
 
 
@@ -135,7 +137,7 @@ def test_penalties_that_see_rejected_tokens_would_be_noticed() -> None:
         leaky()
 
 
-@given(asked=requests(temperature=0.0))
+@given(asked=requests(temperature=0.0, grammar=None))
 @BOUNDED
 def test_greedy_answers_are_transformers(asked: list[Request]) -> None:
     plain_words = [

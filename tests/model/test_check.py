@@ -27,10 +27,11 @@ from transformers import (
 
 from engine.config import ModelConfig
 from engine.errors import ConfigurationError, ModelNotSupported
-from engine.model import check, checked, probe, runner
+from engine.model import check, probe, runner
 from engine.model.checked import load_checked
 from engine.model.lessons import rows_of, schedule
 from engine.model.loader import LoadedModel
+from tests.caches import own_cache
 from tests.tiny_models import CONTEXT, make_model
 
 LONG_ROPE = {
@@ -50,11 +51,7 @@ SIZES: dict[str, Any] = {
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A cache of its own for each test, with the kernels of all."""
-    kernels = checked.cache_directory() / "native"
-    place = tmp_path / "home"
-    place.mkdir()
-    kernels.mkdir(parents=True, exist_ok=True)
-    (place / "native").symlink_to(kernels)
+    place = own_cache(tmp_path / "home")
     monkeypatch.setenv("SPECSERVE_HOME", str(place))
     return place
 

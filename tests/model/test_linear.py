@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -24,9 +25,15 @@ SETS = {
 }
 
 
+#: bfloat16 in tiles, as a CPU with AMX computes it, by plain code.
+TILES = "emulated tiles"
+
+
 @functools.cache
 def packer(instructions: str = "native") -> Packer:
     """Makes layers for an instruction set, where this CPU has it."""
+    if instructions == TILES:
+        return Packer(native.load_kernels(emulate_tiles=True))
     if instructions != "native":
         here = set(native._cpu_flags().split())
         if missing := SETS[instructions] - here:
@@ -34,7 +41,7 @@ def packer(instructions: str = "native") -> Packer:
     return Packer(native.load_kernels(instructions))
 
 
-on_every_set = pytest.mark.parametrize("instructions", ["native", *SETS])
+on_every_set = pytest.mark.parametrize("instructions", ["native", TILES, *SETS])
 
 
 def layer(inputs: int, outputs: int, bias: bool, dtype: torch.dtype) -> nn.Linear:
@@ -51,6 +58,15 @@ def exactly(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     return nn.functional.linear(x.double(), linear.weight.double(), bias)
 
 
+def check_parts(
+    linear: PackedLinear, x: torch.Tensor, truth: torch.Tensor, counts: Iterable[int]
+) -> None:
+    """Passes of so many rows, from the first row and up to the last, give those of `truth`."""
+    for rows in counts:
+        assert torch.equal(linear(x[:rows]), truth[:rows]), rows
+        assert torch.equal(linear(x[-rows:]), truth[-rows:]), rows
+
+
 @on_every_set
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", [False, True])
@@ -58,13 +74,11 @@ def exactly(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
 def test_a_row_is_what_it_is_alone(
     inputs: int, outputs: int, bias: bool, dtype: torch.dtype, instructions: str
 ) -> None:
-    """Passes of 1 to 67 rows, from the first row and up to the last."""
+    """In passes of 1 to 67 rows."""
     linear = packed(layer(inputs, outputs, bias, dtype), instructions)
     x = torch.randn(ROWS, inputs).to(dtype)
     alone = torch.cat([linear(row[None]) for row in x])
-    for rows in range(1, ROWS + 1):
-        assert torch.equal(linear(x[:rows]), alone[:rows]), rows
-        assert torch.equal(linear(x[-rows:]), alone[-rows:]), rows
+    check_parts(linear, x, alone, range(1, ROWS + 1))
 
 
 @on_every_set
@@ -73,10 +87,7 @@ def test_wide_layers_and_many_rows(dtype: torch.dtype, instructions: str) -> Non
     """Widths of a real model, and passes of several panels."""
     linear = packed(layer(576, 1536, False, dtype), instructions)
     x = torch.randn(260, 576).to(dtype)
-    full = linear(x)
-    for rows in (1, 2, 3, 4, 7, 12, 13, 25, 67, 100):
-        assert torch.equal(linear(x[:rows]), full[:rows]), rows
-        assert torch.equal(linear(x[-rows:]), full[-rows:]), rows
+    check_parts(linear, x, linear(x), (1, 2, 3, 4, 7, 12, 13, 25, 67, 100))
 
 
 @on_every_set
@@ -160,6 +171,24 @@ def test_what_can_be_packed() -> None:
     assert can_pack(torch.bfloat16, cpu)
     assert not can_pack(torch.float16, cpu)
     assert not can_pack(torch.float32, torch.device("meta"))
+
+
+def test_tiles_are_what_is_tested() -> None:
+    """They sum even and odd inputs apart, wherever the width fills them, for any rows."""
+    for instructions, inputs, wanted in ((TILES, 96, 1.0), (TILES, 94, 0.0), ("x86-64", 96, 0.0)):
+        weight = torch.zeros(64, inputs)
+        weight[:, :3] = torch.tensor([2.0**30, 1.0, -(2.0**30)])  # in turn, the 1 is lost
+        linear = packer(instructions).linear(weight.bfloat16())
+        for rows in (1, 40):
+            found = linear(torch.ones(rows, inputs).bfloat16())
+            assert (found == wanted).all(), (instructions, inputs, rows)
+
+
+def test_the_unit_has_a_name() -> None:
+    assert native.tile_unit(native.load_kernels(emulate_tiles=True)) == "an emulated tile unit"
+    here = set(native._cpu_flags().split())
+    if "amx_bf16" not in here:
+        assert "no tile unit" in native.tile_unit(native.load_kernels())
 
 
 @pytest.mark.parametrize("name", SETS)

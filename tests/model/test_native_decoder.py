@@ -11,6 +11,8 @@ from transformers import PreTrainedModel
 
 from engine.batch import Span, build_batch
 from engine.cache.pages import PagePool
+from engine.model import native_decoder
+from engine.model.native import load_kernels
 from engine.model.native_decoder import NativeDecoder, why_not_native
 from engine.model.native_runner import NativeRunner
 from engine.model.packing import alternate, alternate_halves, pack
@@ -88,6 +90,15 @@ def test_rows_do_not_depend_on_chunks_pages_or_company(family, dtype):
             if at == len(TOKENS):
                 break
         assert torch.equal(torch.cat(rows), expected)
+
+
+def test_in_tiles_it_is_the_same_decoder(monkeypatch):
+    plain = whole(*new_runner("qwen2", torch.bfloat16))
+    kernels = load_kernels(emulate_tiles=True)
+    monkeypatch.setattr(native_decoder, "load_kernels", lambda: kernels)
+    assert not torch.equal(whole(*new_runner("qwen2", torch.bfloat16)), plain)  # it is in tiles
+    test_bfloat16_logits_are_closer_to_float32_than_transformers("qwen2")
+    test_rows_do_not_depend_on_chunks_pages_or_company("qwen2", torch.bfloat16)
 
 
 def test_rows_do_not_depend_on_threads():

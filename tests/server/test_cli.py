@@ -21,6 +21,7 @@ import pytest
 
 from server.cli import main
 from server.cli.settings import Settings
+from tests.caches import own_cache
 from tests.server.processes import PATIENCE, model, serving, small, streaming
 from tests.tiny import CONTEXT
 
@@ -116,8 +117,9 @@ def test_pull_prints_the_directory(model: Path, capsys: pytest.CaptureFixture[st
 
 
 def test_doctor_says_what_fits(
-    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setenv("SPECSERVE_HOME", str(tmp_path))  # without kernels
     monkeypatch.setenv("CXX", "/no/such")
     monkeypatch.setenv("PATH", "/nowhere")
     assert main(["doctor", *small(model)]) == 0
@@ -134,7 +136,7 @@ def test_doctor_says_what_fits(
 def test_doctor_does_not_fetch(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SPECSERVE_HOME", str(tmp_path))
+    monkeypatch.setenv("SPECSERVE_HOME", str(own_cache(tmp_path)))
     main(["doctor", "--runner", "reference"])
     assert "not here yet; `specserve pull` fetches it" in capsys.readouterr().out
 
@@ -164,7 +166,7 @@ def test_generate_refuses_what_does_not_fit(
 
 
 def test_a_signal_lets_running_requests_finish(model: Path, tmp_path: Path) -> None:
-    with serving(tmp_path / "log", small(model)) as served:
+    with serving(tmp_path / "log", small(model), cwd=tmp_path) as served:  # started from nothing
         served.wait_until_ready()
         assert "Tiny (float32 on cpu, reference runner, 4096 tokens of context)" in served.said()
         with streaming(served, 400) as chunks:
@@ -176,8 +178,22 @@ def test_a_signal_lets_running_requests_finish(model: Path, tmp_path: Path) -> N
     assert "Traceback" not in served.said()
 
 
+#: Its steps are so slow that no long answer ends before the test is through with it.
+SLOW_ENGINE = """
+from engine.core import Engine
+import time
+step = Engine.step
+def slow(self):
+    if self.parts.scheduler.running:
+        time.sleep(0.05)
+    return step(self)
+Engine.step = slow
+"""
+
+
 def test_a_drain_ends_in_time_and_says_so_in_the_stream(model: Path, tmp_path: Path) -> None:
-    with serving(tmp_path / "log", [*small(model), "--drain-seconds", "0.3"]) as served:
+    flags = [*small(model), "--drain-seconds", "0.3"]
+    with serving(tmp_path / "log", flags, SLOW_ENGINE) as served:
         served.wait_until_ready()
         with streaming(served, CONTEXT - 16) as chunks:
             served.process.send_signal(signal.SIGINT)
@@ -190,7 +206,7 @@ def test_a_drain_ends_in_time_and_says_so_in_the_stream(model: Path, tmp_path: P
 
 @pytest.mark.bad_input(56)
 def test_a_second_signal_ends_at_once(model: Path, tmp_path: Path) -> None:
-    with serving(tmp_path / "log", small(model)) as served:
+    with serving(tmp_path / "log", small(model), SLOW_ENGINE) as served:
         served.wait_until_ready()
         with streaming(served, CONTEXT - 16) as chunks:
             served.process.send_signal(signal.SIGTERM)
@@ -267,6 +283,7 @@ def test_a_hostile_model_is_refused_and_its_code_never_run(
     evil, marker = tmp_path / "evil", tmp_path / "it ran"
     shutil.copytree(model, evil)
     weights = evil / "model.safetensors"
+    (evil / "model.gguf").unlink()
     if how.startswith("code"):
         name = "tokenizer_config.json" if "tokenizer" in how else "config.json"
         config = json.loads((evil / name).read_text())
@@ -274,7 +291,6 @@ def test_a_hostile_model_is_refused_and_its_code_never_run(
         (evil / name).write_text(json.dumps({**config, "auto_map": maps}))
         (evil / "evil.py").write_text(f"open({str(marker)!r}, 'w')\nclass E: ...\n")
     elif how == "pickle":
-        weights.unlink()
         (evil / "pytorch_model.bin").write_bytes(pickle.dumps(Evil(marker)))
     else:
         weights.write_bytes((2**60).to_bytes(8, "little") + b"{}")

@@ -172,6 +172,8 @@ USER = {"role": "user", "content": TOO_LONG}
         ("/v1/completions", {"prompt": TOO_LONG}, "prompt"),
         ("/v1/completions", {"prompt": ["a", TOO_LONG, "b"]}, "prompt"),
         ("/v1/completions", {"prompt": [7] * (CONTEXT + 1)}, "prompt"),
+        ("/v1/completions", {"prompt": TOO_LONG, "truncate_prompt_tokens": 9}, "prompt"),
+        ("/v1/chat/completions", {"messages": [USER], "truncate_prompt_tokens": 9}, "messages"),
         ("/v1/chat/completions", {"messages": [USER]}, "messages"),
         ("/v1/chat/completions", {"messages": [USER | {"content": "a"}, USER]}, "messages"),
         ("/tokenize", {"prompt": TOO_LONG}, "prompt"),
@@ -201,12 +203,32 @@ def test_what_may_fit_is_read() -> None:
     assert tokenizer.read == [len(text)] * 2
 
 
-def test_a_prompt_that_is_to_be_truncated_may_have_any_length() -> None:
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_prompt_that_is_to_be_truncated_is_read_if_it_could_fit_whole(path: str) -> None:
+    """It may have more tokens than the context, and no more characters than the longest of texts
+    that fit: to truncate costs others no more than not to."""
     app, tokenizer = watched()
-    body = {"prompt": TOO_LONG, "truncate_prompt_tokens": 9, "max_tokens": 1}
-    response = call(app, "POST", "/v1/completions", json=body)
+    text = TOO_LONG[: limit() // 2]
+    body: dict[str, Any] = {"prompt": text, "messages": [USER | {"content": text}]}
+    body.pop("messages" if path == "/v1/completions" else "prompt")
+    body |= {"truncate_prompt_tokens": 9, "max_tokens": 1}
+    response = call(app, "POST", path, json=body)
     assert response.json()["usage"]["prompt_tokens"] == 9
-    assert tokenizer.read == [len(TOO_LONG)]
+    assert max(tokenizer.read) >= limit() // 2 > CONTEXT
+
+
+def test_where_nobody_knows_how_few_tokens_a_text_makes_its_length_is_bounded(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("server.text.codec.text_bound", lambda _: None)
+    app, tokenizer = watched()
+    assert call(app, "POST", "/tokenize", json={"content": "x" * (1 << 20)}).status_code == 200
+    assert tokenizer.read == [1 << 20]
+    response = call(app, "POST", "/tokenize", json={"content": "x" * ((1 << 20) + 1)})
+    error = assert_envelope(response, 400)
+    assert error["code"] == "context_length_exceeded"
+    assert "given at most 1048576" in error["message"]
+    assert tokenizer.read == [1 << 20]
 
 
 def test_of_a_prediction_only_what_can_come_true_is_read() -> None:
@@ -264,13 +286,12 @@ def in_turn(*characters: int) -> list[int]:
     gate = threading.Event()
 
     async def run() -> None:
-        mine = lanes.Lanes()
-        first = asyncio.create_task(mine.run(10**6, lambda: gate.wait(30)))
-        await asyncio.sleep(0.05)
+        lane = lanes._Lane("test", lambda: 0.0)  # all of them come at the same time
+        first = asyncio.create_task(lane.run(1, lambda: gate.wait(30)))
         jobs = [
-            asyncio.create_task(mine.run(n, functools.partial(order.append, n))) for n in characters
+            asyncio.create_task(lane.run(n, functools.partial(order.append, n))) for n in characters
         ]
-        await asyncio.sleep(0.05)
+        await asyncio.sleep(0)
         gate.set()
         await asyncio.gather(first, *jobs)
 

@@ -234,7 +234,8 @@ def test_shutdown_gives_the_engine_its_drain_time() -> None:
 
     async def live() -> None:
         async with app.router.lifespan_context(app):
-            await asyncio.sleep(0.01)
+            while engine.state != "ready":
+                await asyncio.sleep(0)
 
     asyncio.run(live())
     assert engine.drained == 7.0

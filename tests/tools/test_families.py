@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from engine.model.paths import cache_directory
+from tests.caches import own_cache
 from tools import families
 
 #: One of each kind of answer, and of each kind of reason.
@@ -30,10 +30,7 @@ SOME = (
 
 @pytest.fixture(autouse=True)
 def _one_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    kernels = cache_directory() / "native"
-    kernels.mkdir(parents=True, exist_ok=True)
-    (tmp_path / "native").symlink_to(kernels)
-    monkeypatch.setenv("SPECSERVE_HOME", str(tmp_path))
+    monkeypatch.setenv("SPECSERVE_HOME", str(own_cache(tmp_path)))
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -50,4 +50,14 @@ class AttentionBackend(Protocol):
 
     def prepare(self, batch: Batch, store: KVStore) -> Attend:
         """Binds one step's batch; the result is called once per layer."""
+        ...
+
+
+@runtime_checkable
+class TreeAttention(AttentionBackend, Protocol):
+    """One that also takes drafts that branch: a row sees its own ancestors only (see
+    `Batch.branches`), as if their tokens were the whole text."""
+
+    def move(self, store: KVStore, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Moves what is stored of tokens: see `TreeRunner.move`."""
         ...

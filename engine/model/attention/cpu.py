@@ -21,12 +21,12 @@ class _Attention(ctypes.Structure):
 
     _fields_ = [
         *fields(ctypes.c_void_p, "queries key_cache value_cache output"),
-        *fields(ctypes.c_void_p, "query_starts context_lengths page_tables"),
+        *fields(ctypes.c_void_p, "query_starts context_lengths page_tables branches paths"),
         *fields(ctypes.c_int64, "query_stride query_head_stride"),
         *fields(ctypes.c_int32, "sequences table_width page_size"),
         *fields(ctypes.c_int32, "heads groups head_size window"),
         ("scale", ctypes.c_float),
-        ("output_rows", ctypes.c_int32),
+        *fields(ctypes.c_int32, "output_rows num_branches unused"),
     ]
 
 
@@ -39,6 +39,58 @@ class _Arguments(ctypes.Structure):
         *fields(ctypes.c_int64, "key_stride key_head_stride value_stride value_head_stride"),
         *fields(ctypes.c_int32, "rows bfloat16"),
     ]
+
+
+class _Move(ctypes.Structure):
+    """Mirrors `Move` in kernels/kernels.cpp."""
+
+    _fields_ = [
+        ("store", _Attention),
+        *fields(ctypes.c_void_p, "from to"),
+        ("slots", ctypes.c_int64),
+        *fields(ctypes.c_int32, "count layers bfloat16 unused"),
+    ]
+
+
+def branches_of(batch: Batch) -> dict[str, int]:
+    """What the kernels are told of drafts that branch; nothing where none does."""
+    if batch.branches is None or batch.paths is None:
+        return {}
+    return {
+        "branches": batch.branches.data_ptr(),
+        "paths": batch.paths.data_ptr(),
+        "num_branches": len(batch.branches),
+    }
+
+
+def move_tokens(store: KVStore, sources: torch.Tensor, targets: torch.Tensor) -> None:
+    """Moves the keys and values of tokens of all layers, in a store that the kernels write.
+
+    Args:
+        store: is changed.
+        sources: [N] int64 slots; they are read in order, so none may be an earlier target.
+        targets: [N] int64 slots.
+    """
+    library, shape = load_kernels(), store.shape
+    check_layouts(library, _Attention, _Move)
+    first = _Attention(
+        key_cache=store.keys.data_ptr(),
+        value_cache=store.values.data_ptr(),
+        page_size=store.page_size,
+        groups=shape.num_heads,
+        head_size=shape.head_size,
+    )
+    move = _Move(
+        store=first,
+        slots=store.keys.shape[1],
+        count=len(sources),
+        layers=shape.num_layers,
+        bfloat16=shape.dtype is torch.bfloat16,
+        **{"from": sources.data_ptr(), "to": targets.data_ptr()},
+    )
+    library.specserve_move_tokens.argtypes = [ctypes.POINTER(_Move)]
+    library.specserve_move_tokens.restype = None
+    library.specserve_move_tokens(ctypes.byref(move))
 
 
 class CpuAttention:
@@ -57,6 +109,10 @@ class CpuAttention:
         self._kernel.argtypes = [ctypes.POINTER(_Arguments)]
         self._kernel.restype = None
 
+    def move(self, store: KVStore, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """See `TreeAttention.move`."""
+        move_tokens(store, sources, targets)
+
     def prepare(self, batch: Batch, store: KVStore) -> Attend:
         """See `AttentionBackend.prepare`."""
         shape = store.shape
@@ -69,6 +125,7 @@ class CpuAttention:
             page_size=batch.page_size,
             groups=shape.num_heads,
             head_size=shape.head_size,
+            **branches_of(batch),
         )
         arguments = _Arguments(
             attention=shared,

@@ -14,10 +14,15 @@ class ReferenceAttention:
 
     name = "reference"
 
+    def move(self, store: KVStore, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """See `TreeAttention.move`."""
+        store.move(sources, targets)
+
     def prepare(self, batch: Batch, store: KVStore) -> Attend:
         """See `AttentionBackend.prepare`."""
         starts = batch.query_starts.tolist()
         contexts = batch.context_lengths.tolist()
+        seen = _seen(batch)
         offsets = torch.arange(batch.page_size, device=batch.slots.device)
         slots = (batch.page_tables.long()[:, :, None] * batch.page_size + offsets).flatten(1)
 
@@ -29,17 +34,33 @@ class ReferenceAttention:
                 values = store.values[call.layer][slots[s, :context]].float()
                 first = context - (starts[s + 1] - starts[s])
                 for row in range(starts[s], starts[s + 1]):
-                    last = first + row - starts[s] + 1
-                    begin = max(0, last - call.window) if call.window else 0
-                    out[row] = _attend_row(
-                        call.queries[row].float(),
-                        keys[begin:last],
-                        values[begin:last],
-                        call.scale,
-                    )
+                    own = seen.get(row, slice(first + row - starts[s] + 1))
+                    own_keys, own_values = keys[own], values[own]
+                    begin = max(0, len(own_keys) - call.window) if call.window else 0
+                    query = call.queries[row].float()
+                    out[row] = _attend_row(query, own_keys[begin:], own_values[begin:], call.scale)
             return out
 
         return attend
+
+
+def _seen(batch: Batch) -> dict[int, list[int]]:
+    """By row of a draft that branches: the tokens of its sequence that it sees, in order."""
+    if batch.branches is None or batch.paths is None:
+        return {}
+    starts, contexts = batch.query_starts.tolist(), batch.context_lengths.tolist()
+    paths, found = batch.paths.tolist(), {}
+    for s, begin, end, fed, read, path in batch.branches.tolist():
+        if path < 0:
+            continue
+        first = contexts[s] - (starts[s + 1] - starts[s]) - read
+        way = [*range(fed), *paths[path : path + end - fed]]
+        for i in range(begin, end):
+            found[starts[s] + way[i] - read] = [
+                *range(first),
+                *(first + token for token in way[: i + 1]),
+            ]
+    return found
 
 
 def _attend_row(

@@ -3,8 +3,8 @@
 // Row-count invariance is the point of this file. Everything done for a query row depends only
 // on the row itself, its position and its keys: keys are visited in blocks aligned to absolute
 // positions, in ascending order, with one fixed arithmetic per (row, key). Which rows share a
-// tile, how a prompt was cut into chunks, how large pages are and how many threads run changes
-// which loop computes a number, never the number.
+// tile, how a prompt was cut into chunks, how large pages are, which branches a draft has besides
+// the row's own and how many threads run changes which loop computes a number, never the number.
 #pragma once
 
 #include <cmath>
@@ -164,21 +164,23 @@ inline void write_output(const Attention& a, int row, int begin, int size, const
   }
 }
 
-// T is the type of cache and output, Q that of the queries; kSize is the head size, or 0 if it is
-// known at run time only.
-template <class T, class Q, int kSize>
+// T is the type of the cache, Q that of the queries, O that of the output; kSize is the head size, or
+// 0 if it is known at run time only.
+template <class T, class Q, class O, int kSize>
 void attend_tile(const Attention& a, Scratch<T>& scratch, const Task& task, const Task* next) {
   typedef typename T::Element Element;
   const int per_group = a.heads / a.groups, size = kSize ? kSize : a.head_size, padded = padded_size(size);
   const int rows = task.tile.tokens * per_group, position0 = task.position0, last_position = task.last_position;
-  const int row0 = a.query_starts[task.tile.sequence] + task.tile.token;
+  const auto row_of = [&](int r) {
+    return a.query_starts[task.tile.sequence] + task.tile.place(task.tile.token + r / per_group) - task.tile.cached;
+  };
   const auto* from_queries = static_cast<const typename Q::Element*>(a.queries);
   float* const output = scratch.sums.data();
   Element *const queries = scratch.heads.data(), *const assembled = queries + kTileRows * padded;
   Softmax state;
   for (int r = 0; r < rows; ++r) {
     const int head = task.group * per_group + r % per_group;
-    const auto* from = from_queries + (row0 + r / per_group) * a.query_stride + head * a.query_head_stride;
+    const auto* from = from_queries + row_of(r) * a.query_stride + head * a.query_head_stride;
     narrow_row<T>(queries + r * size, size, [&](int d) { return Q::widen(from + d); },
                   [&](int d) { return Q::widen(from[d]); });
     state.sum[r] = Vec{};
@@ -223,22 +225,22 @@ void attend_tile(const Attention& a, Scratch<T>& scratch, const Task& task, cons
     const float inverse = 1.0f / sum(state.sum[r]);
     const float* from = output + r * padded;
     const int head = task.group * per_group + r % per_group;
-    write_output<T>(a, row0 + r / per_group, head * size, size, from, inverse);
+    write_output<O>(a, row_of(r), head * size, size, from, inverse);
   }
 }
 
-template <class T, class Q>
+template <class T, class Q, class O>
 void attend(const Attention& a, Scratch<T>& scratch, const Task& task, const Task* next) {
   switch (a.head_size) {
-    case 64: return attend_tile<T, Q, 64>(a, scratch, task, next);
-    case 128: return attend_tile<T, Q, 128>(a, scratch, task, next);
-    default: return attend_tile<T, Q, 0>(a, scratch, task, next);
+    case 64: return attend_tile<T, Q, O, 64>(a, scratch, task, next);
+    case 128: return attend_tile<T, Q, O, 128>(a, scratch, task, next);
+    default: return attend_tile<T, Q, O, 0>(a, scratch, task, next);
   }
 }
 
 // Attends to tasks in the order in which `take` hands them out, until it has no more: while one is
 // worked on, the first keys and values of the next are fetched.
-template <class T, class Q, class Take>
+template <class T, class Q, class O = T, class Take>
 void attend_in_turn(const Attention& a, Scratch<T>& scratch, const std::vector<Tile>& tiles, const Take& take) {
   const int tasks = int(tiles.size()) * a.groups;
   const auto task = [&](int i) { return Task(a, tiles[i / a.groups], i % a.groups); };
@@ -246,9 +248,9 @@ void attend_in_turn(const Attention& a, Scratch<T>& scratch, const std::vector<T
     next = take();
     if (next < tasks) {
       const Task following = task(next);
-      attend<T, Q>(a, scratch, task(i), &following);
+      attend<T, Q, O>(a, scratch, task(i), &following);
     } else {
-      attend<T, Q>(a, scratch, task(i), nullptr);
+      attend<T, Q, O>(a, scratch, task(i), nullptr);
     }
   }
 }

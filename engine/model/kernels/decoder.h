@@ -2,48 +2,9 @@
 #pragma once
 
 #include "attention.h"
-#include "matmul.h"
+#include "layouts.h"
 #include "rotation.h"
 #include "threads.h"
-
-// Mirrors `_Layer` in native_decoder.py. Pointers may be null where the model has no such part.
-struct Layer {
-  const float *input_norm, *post_norm;  // [hidden]
-  // Packed. Gate and up alternate by 16 outputs, and so do both halves of a query or key if `paired`.
-  const void *qkv, *output, *gate_up, *down;
-  const float *qkv_bias, *output_bias, *gate_up_bias, *down_bias;  // padded to blocks
-  const float *query_norm, *key_norm;  // [head_size]
-  void *key_cache, *value_cache;  // see attention.h
-  int32_t window, unused;
-};
-
-// Mirrors `_Decoder` in native_decoder.py.
-struct Decoder {
-  const Layer* layers;
-  const void* embedding;  // [V, hidden] in the weights' type
-  const float* final_norm;
-  const void* head;  // packed [V, hidden]
-  const float *cosines, *sines;  // [max_len, head_size]
-  int32_t num_layers, hidden, intermediate, vocab;
-  int32_t heads, groups, head_size, bfloat16;
-  float epsilon, scale;
-  int32_t paired, unused;
-};
-
-// Mirrors `_Step` in native_decoder.py: one packed batch and the buffers it needs.
-struct Step {
-  const int64_t *input_ids, *positions, *slots;  // [T]
-  const int64_t* logit_rows;  // [R]
-  const int32_t *query_starts, *context_lengths, *page_tables;
-  float *residual, *squares;  // [hidden / 32, T, 32]; [hidden / 32, T], the sums of its squares
-  void *normed, *queries;     // [max(hidden, heads * head_size) / 32, T, 32], [heads, T, head_size]
-  float* qkv;                 // [T, (heads + 2 * groups) * head_size], padded to blocks
-  void* gated;                // [intermediate / 32, T, 32]; as normed and queries in the weights' type
-  float* logits;    // [R, V]
-  float* features;  // [F, T, hidden], the residual stream after each of `feature_layers` [F]
-  const int32_t* feature_layers;  // 0 = embeddings, i = after i layers
-  int32_t rows, num_logits, sequences, table_width, page_size, num_features;
-};
 
 namespace {
 
@@ -75,7 +36,10 @@ struct Forward {
       for (int block = own.begin; block < own.end; ++block) {
         float* to = residual_block(block, t);
         std::memset(to, 0, sizeof(float) * kBlockOutputs);
-        widen_row<T>(to, static_cast<const Element*>(m.embedding) + s.input_ids[t] * m.hidden + block * kBlockOutputs, width_of(block));
+        if (m.embedding_form == kDense)
+          widen_row<T>(to, static_cast<const Element*>(m.embedding) + s.input_ids[t] * m.hidden + block * kBlockOutputs, width_of(block));
+        else
+          widen_fewbit(m.embedding_form, m.embedding, m.hidden, s.input_ids[t], block, to);
         add_block(t, block, Vec{}, Vec{});
       }
     barrier.wait();
@@ -104,8 +68,8 @@ struct Forward {
     }
   }
 
-  // Norms `count` rows: those given, or all.
-  void norm_rows(const float* weight, const int64_t* rows, int count) const {
+  // Norms `count` rows, those given or all, for a matrix that they are multiplied with.
+  void norm_rows(const float* weight, const int64_t* rows, int count, const Matrix& matrix) const {
     const Share own = own_blocks();
     for (int i = 0; i < count; ++i) {
       const int64_t t = rows ? rows[i] : i;
@@ -114,6 +78,11 @@ struct Forward {
       const float factor = 1.0f / std::sqrt(total / m.hidden + m.epsilon);
       for (int block = own.begin; block < own.end; ++block) {
         const float *x = residual_block(block, t), *w = weight + block * kBlockOutputs;
+        if (!matrix.is_dense()) {
+          quantize(s.normed_groups, int64_t(block) * count + i, m.planes, load(x) * factor * load(w),
+                   load(x + kLanes) * factor * load(w + kLanes));
+          continue;
+        }
         narrow_row<T>(normed + (int64_t(block) * count + i) * kBlockInputs, width_of(block),
                       [&](int d) { return load(x + d) * factor * load(w + d); }, [&](int d) { return x[d] * factor * w[d]; });
       }
@@ -124,7 +93,7 @@ struct Forward {
   // Queries, keys and values; keys and values go into the cache.
   void project_qkv(const Layer& layer, const Attention& a, Element* scratch) const {
     const Share share(padded_qkv / kBlockOutputs);
-    multiply<W>(normed, s.rows, m.hidden, static_cast<const Element*>(layer.qkv), share.begin, share.end,
+    multiply_matrix<W>(layer.qkv, m.planes, normed, s.normed_groups, s.rows, m.hidden, share.begin, share.end,
                 [&](int row, int block, const Vec* sums) {
                   Vec first = sums[0], second = sums[1];
                   if (layer.qkv_bias) {
@@ -193,15 +162,26 @@ struct Forward {
     barrier.wait();
   }
 
-  void attend_all(const Attention& a, const std::vector<Tile>& tiles, Scratch<T>& scratch) const {
-    attend_in_turn<T, T>(a, scratch, tiles, [&] { return barrier.next_task(); });
+  // What heads say, as the output layer wants it.
+  void attend_all(const Attention& a, const std::vector<Tile>& tiles, Scratch<T>& scratch, const Matrix& matrix) const {
+    const auto take = [&] { return barrier.next_task(); };
+    if (matrix.is_dense()) {
+      attend_in_turn<T, T>(a, scratch, tiles, take);
+    } else {  // in float32, until all heads of a group are there
+      attend_in_turn<T, T, Float32>(a, scratch, tiles, take);
+      barrier.wait();
+      const auto* x = static_cast<const float*>(s.normed);
+      const Share share(m.heads * m.head_size / kBlockInputs * s.rows);
+      for (int64_t i = share.begin; i < share.end; ++i)
+        quantize(s.normed_groups, i, m.planes, load(x + i * kBlockInputs), load(x + i * kBlockInputs + kLanes));
+    }
     barrier.wait();
   }
 
   // residual += x W^T + bias
-  void project_back(const Element* x, int inputs, const void* packed, const float* bias) const {
+  void project_back(const Element* x, const void* groups, int inputs, const Matrix& matrix, const float* bias) const {
     const Share own = own_blocks();
-    multiply<W>(x, s.rows, inputs, static_cast<const Element*>(packed), own.begin, own.end,
+    multiply_matrix<W>(matrix, m.planes, x, groups, s.rows, inputs, own.begin, own.end,
                 [&](int row, int block, const Vec* sums) {
                   Vec first = sums[0], second = sums[1];
                   if (bias) {
@@ -215,8 +195,14 @@ struct Forward {
 
   // gated = silu(x W_gate^T) * (x W_up^T): a block holds 16 outputs of each
   void gate(const Layer& layer) const {
-    const Share share((m.intermediate + kLanes - 1) / kLanes);
-    multiply<W>(normed, s.rows, m.hidden, static_cast<const Element*>(layer.gate_up), share.begin, share.end,
+    const bool dense = layer.down.is_dense();
+    Share share((m.intermediate + kLanes - 1) / kLanes);
+    if (!dense) {  // who begins a group of 32 ends it
+      const Share pairs(m.intermediate / kBlockInputs);
+      share.begin = 2 * pairs.begin;
+      share.end = 2 * pairs.end;
+    }
+    multiply_matrix<W>(layer.gate_up, m.planes, normed, s.normed_groups, s.rows, m.hidden, share.begin, share.end,
                 [&](int row, int block, const Vec* sums) {
                   Vec gate = sums[0], up = sums[1];
                   if (layer.gate_up_bias) {
@@ -224,6 +210,7 @@ struct Forward {
                     up += load(layer.gate_up_bias + block * kBlockOutputs + kLanes);
                   }
                   const Vec product = silu(gate) * up;
+                  if (!dense) return keep_group(row, block, product);
                   Element* to = gated + block_place(row, block * kLanes, s.rows);
                   const int width = m.intermediate - block * kLanes;
                   if (width >= kLanes) T::narrow(to, product);
@@ -232,10 +219,17 @@ struct Forward {
     barrier.wait();
   }
 
+  // Sixteen gated numbers: the first half of a group waits in float32 for the second.
+  void keep_group(int row, int block, Vec product) const {
+    float* first = static_cast<float*>(s.gated) + block_place(row, block / 2 * kBlockInputs, s.rows);
+    if (block % 2 == 0) store(first, product);
+    else quantize(s.gated_groups, int64_t(block / 2) * s.rows + row, m.planes, load(first), product);
+  }
+
   void compute_logits() const {
-    norm_rows(m.final_norm, s.logit_rows, s.num_logits);
+    norm_rows(m.final_norm, s.logit_rows, s.num_logits, m.head);
     const Share share(num_blocks(m.vocab));
-    multiply<W>(normed, s.num_logits, m.hidden, static_cast<const Element*>(m.head), share.begin, share.end,
+    multiply_matrix<W>(m.head, m.planes, normed, s.normed_groups, s.num_logits, m.hidden, share.begin, share.end,
                 [&](int row, int block, const Vec* sums) {
                   float* to = s.logits + int64_t(row) * m.vocab + block * kBlockOutputs;
                   const int width = m.vocab - block * kBlockOutputs;
@@ -256,6 +250,9 @@ struct Forward {
     a.query_starts = s.query_starts;
     a.context_lengths = s.context_lengths;
     a.page_tables = s.page_tables;
+    a.branches = s.branches;
+    a.paths = s.paths;
+    a.num_branches = s.num_branches;
     a.query_stride = m.head_size;
     a.query_head_stride = int64_t(s.rows) * m.head_size;
     a.sequences = s.sequences;
@@ -273,17 +270,17 @@ struct Forward {
       keep_features(0);
       for (int l = 0; l < m.num_layers; ++l) {
         const Layer& layer = m.layers[l];
-        norm_rows(layer.input_norm, nullptr, s.rows);
+        norm_rows(layer.input_norm, nullptr, s.rows, layer.qkv);
         Attention own = a;
         own.key_cache = layer.key_cache;
         own.value_cache = layer.value_cache;
         own.window = layer.window;
         project_qkv(layer, own, scratch.heads.data());
-        attend_all(own, tiles, scratch);
-        project_back(normed, m.heads * m.head_size, layer.output, layer.output_bias);
-        norm_rows(layer.post_norm, nullptr, s.rows);
+        attend_all(own, tiles, scratch, layer.output);
+        project_back(normed, s.normed_groups, m.heads * m.head_size, layer.output, layer.output_bias);
+        norm_rows(layer.post_norm, nullptr, s.rows, layer.gate_up);
         gate(layer);
-        project_back(gated, m.intermediate, layer.down, layer.down_bias);
+        project_back(gated, s.gated_groups, m.intermediate, layer.down, layer.down_bias);
         keep_features(l + 1);
       }
       if (s.num_logits) compute_logits();

@@ -1,6 +1,7 @@
 // What Python calls; see attention.h, linear.h and decoder.h.
 
 #include "decoder.h"
+#include "fewbit_linear.h"
 #include "linear.h"
 
 // Mirrors `_Arguments` in attention/cpu.py.
@@ -10,6 +11,14 @@ struct Arguments {
   const int64_t* slots;       // [T]
   int64_t key_stride, key_head_stride, value_stride, value_head_stride;
   int32_t rows, bfloat16;
+};
+
+// Mirrors `_Move` in attention/cpu.py.
+struct Move {
+  Attention store;           // of its first layer
+  const int64_t *from, *to;  // [count] slots
+  int64_t slots;             // of a layer
+  int32_t count, layers, bfloat16, unused;
 };
 
 namespace {
@@ -39,7 +48,35 @@ void attend_layer(const Arguments& call) {
   }
 }
 
+// A token's key and value of every layer, from one slot to another.
+template <class T>
+void move_tokens(const Move& move) {
+  typedef typename T::Element Element;
+  constexpr int w = kPerWord<T>;
+  const int size = move.store.head_size;
+  const int64_t layer = move.slots * move.store.groups * size;  // elements
+  Attention a = move.store;
+  for (int l = 0; l < move.layers; ++l) {
+    a.key_cache = static_cast<Element*>(move.store.key_cache) + l * layer;
+    a.value_cache = static_cast<Element*>(move.store.value_cache) + l * layer;
+    for (int i = 0; i < move.count; ++i)
+      for (int g = 0; g < a.groups; ++g) {
+        const Slot<T> from(a, move.from[i], g), to(a, move.to[i], g);
+        for (int d = 0; d < size; d += w)
+          to.write_key(d, w, from.keys + int64_t(d) * a.page_size + from.token * w);
+        for (int d = 0; d < size; ++d)
+          to.write_value(d, 1, from.values + value_place<T>(from.token, d, a.page_size, size));
+      }
+  }
+}
+
 }  // namespace
+
+// Moves what is cached of tokens, one after the other.
+extern "C" void specserve_move_tokens(const Move* move) {
+  if (move->bfloat16) move_tokens<BFloat16>(*move);
+  else move_tokens<Float32>(*move);
+}
 
 // Writes keys and values of one layer into the cache, then attends.
 extern "C" void specserve_paged_attention(const Arguments* call) {
@@ -53,6 +90,12 @@ extern "C" void specserve_linear(const Linear* linear, const void* x, int64_t st
   else run_linear<Float32, Weights32>(*linear, x, stride, int(rows), output);
 }
 
+// The same for weights in few bits.
+extern "C" void specserve_fewbit_linear(const FewbitLinear* linear, const void* x, int64_t stride, int64_t rows, void* output) {
+  if (linear->bfloat16) run_fewbit<BFloat16>(*linear, x, stride, int(rows), output);
+  else run_fewbit<Float32>(*linear, x, stride, int(rows), output);
+}
+
 // One pass of a whole decoder.
 extern "C" void specserve_decode(const Decoder* decoder, const Step* step) {
   Barrier barrier;
@@ -60,11 +103,22 @@ extern "C" void specserve_decode(const Decoder* decoder, const Step* step) {
   else Forward<Float32, Weights32>{*decoder, *step, barrier}.run();
 }
 
+// Rows of an embedding in few bits, in float32.
+extern "C" void specserve_embed(const Decoder* decoder, const int64_t* ids, int64_t count, float* rows) {
+  for (int64_t i = 0; i < count; ++i)
+    for (int block = 0; block < decoder->hidden / kBlockInputs; ++block, rows += kBlockInputs)
+      widen_fewbit(decoder->embedding_form, decoder->embedding, decoder->hidden, ids[i], block, rows);
+}
+
+// Which unit multiplies tiles: see `TileUnit` in tiles.h.
+extern "C" int32_t specserve_tile_unit() { return int32_t(tile_unit()); }
+
 // Bytes of a structure that Python mirrors, or -1 where the name is not known.
 extern "C" int64_t specserve_size_of(const char* name) {
   const struct { const char* name; int64_t size; } known[] = {
       {"Arguments", sizeof(Arguments)}, {"Attention", sizeof(Attention)}, {"Decoder", sizeof(Decoder)},
-      {"Layer", sizeof(Layer)},         {"Linear", sizeof(Linear)},       {"Step", sizeof(Step)},
+      {"Layer", sizeof(Layer)},         {"Linear", sizeof(Linear)},       {"Move", sizeof(Move)},
+      {"Step", sizeof(Step)},           {"Matrix", sizeof(Matrix)},       {"FewbitLinear", sizeof(FewbitLinear)},
   };
   for (const auto& entry : known)
     if (std::strcmp(name, entry.name) == 0) return entry.size;

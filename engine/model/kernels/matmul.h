@@ -7,6 +7,7 @@
 // rows it writes, and what a tile needs it reads, in one place.
 #pragma once
 
+#include "tiles.h"
 #include "vectors.h"
 
 namespace {
@@ -127,6 +128,11 @@ inline void tile_product(int count, Vec (*sums)[2], const typename W::Element* x
 template <class W, class Finish>
 void multiply(const typename W::Element* x, int rows, int inputs, const typename W::Element* packed,
               int begin, int end, const Finish& finish) {
+#if defined(SPECSERVE_HAS_TILES)
+  if constexpr (W::kInputsPerStep == 2)
+    if (inputs % kTileInputs == 0 && tile_unit() != TileUnit::kRefused)
+      return multiply_in_tiles(x, rows, inputs, packed, begin, end, finish);
+#endif
   const int tiles = (rows + kMaxTile - 1) / kMaxTile, panels = (tiles + kPanelTiles - 1) / kPanelTiles;
   const int turn = rows <= kWholeTile ? inputs : kTurn;
   const int64_t block_size = int64_t(inputs) * kBlockOutputs;

@@ -14,6 +14,17 @@ namespace {
 constexpr int kBlock = 32;     // keys per online-softmax step
 constexpr int kTileRows = 16;  // query rows that share one pass over K/V
 
+// A run of query tokens of one sequence, each of which follows the one before it. Of a draft that
+// branches there are several: they share what comes before, and each has a way of its own through
+// the draft. Mirrored by rows of `Batch.branches`.
+struct Branch {
+  int32_t sequence;
+  int32_t begin, end;  // its own query tokens, counted along its way from the sequence's first one
+  int32_t fed;         // query tokens before the draft, which all branches share
+  int32_t cached;      // query tokens that an earlier pass has computed: they have no rows in this one
+  int32_t path;        // in `Attention::paths`, of its way; -1 = straight on
+};
+
 // One layer's attention over a packed batch. Strides count elements; the innermost one is 1.
 struct Attention {
   const void* queries;                   // [T, H, D]
@@ -22,15 +33,23 @@ struct Attention {
   const int32_t* query_starts;           // [S + 1]
   const int32_t* context_lengths;        // [S]
   const int32_t* page_tables;            // [S, M]
+  const Branch* branches;                // of all sequences; null where no draft branches
+  const int32_t* paths;                  // by depth, the query tokens that a branch goes through
   int64_t query_stride, query_head_stride;
   int32_t sequences, table_width, page_size;
   int32_t heads, groups, head_size, window;
   float scale;
   int32_t output_rows;
+  int32_t num_branches, unused;
 };
 
-// Query tokens [token, token + tokens) of one sequence.
-struct Tile { int sequence, token, tokens; };
+// Query tokens [token, token + tokens) of one sequence, along the way of a branch.
+struct Tile {
+  int sequence, token, tokens, fed, cached;
+  const int32_t* path;  // null = straight on
+  // Where the i-th query token on the way stands among all of the sequence, cached ones included.
+  int place(int i) const { return path && i >= fed ? path[i - fed] : i; }
+};
 
 // Elements in a word of four bytes, the unit of multiplication: two in bfloat16, one in float32.
 template <class T>
@@ -80,35 +99,49 @@ struct Part {
 struct Task {
   Tile tile;
   int group, position0, last_position, first_seen;  // of its queries, and of what any of them sees
+  int start;                                        // position of the sequence's first query token
   const int32_t* pages;
   Task(const Attention& a, const Tile& tile, int group) : tile(tile), group(group) {
     const int num_queries = a.query_starts[tile.sequence + 1] - a.query_starts[tile.sequence];
-    position0 = a.context_lengths[tile.sequence] - num_queries + tile.token;
+    start = a.context_lengths[tile.sequence] - num_queries - tile.cached;
+    position0 = start + tile.token;
     last_position = position0 + tile.tokens - 1;
     first_seen = a.window && position0 >= a.window ? position0 - a.window + 1 : 0;
     pages = a.page_tables + int64_t(tile.sequence) * a.table_width;
   }
   int first_block() const { return first_seen / kBlock * kBlock; }
+  // Where a position's key and value lie among those of the sequence: of a draft that branches, they
+  // lie in the order of its tokens.
+  int place(int position) const { return position < start ? position : start + tile.place(position - start); }
+  // Whether all positions before this one lie where they would in a text.
+  bool straight(int end) const { return !tile.path || end <= start + tile.fed; }
 };
 
 // The part of the positions [first, first + 16), of which those up to the task's last are written.
+// Where a draft branches they are put together, so that what follows cannot tell it from a text.
+// Without `scratch` it is only said what lies there.
 template <class T>
 inline Part<T> find_part(const Attention& a, typename T::Element* scratch, const Task& task, int first) {
   typedef typename T::Element Element;
   constexpr int w = kPerWord<T>;
   const int page_size = a.page_size, size = a.head_size;
   const auto *keys = static_cast<const Element*>(a.key_cache), *values = static_cast<const Element*>(a.value_cache);
-  const auto find = [&](int position) {
-    return (int64_t(task.pages[position / page_size]) * a.groups + task.group) * page_size * size;
+  Element *const key = scratch, *const value = scratch + kLanes * size;
+  int begin = 0;
+  const auto find = [&](int place) {
+    return (int64_t(task.pages[place / page_size]) * a.groups + task.group) * page_size * size;
   };
   if (page_size % kLanes == 0) {
     const int64_t page = find(first), j = first % page_size;
-    return {keys + page + j * w, values + page + j * size, page_size};
+    const Part<T> part = {keys + page + j * w, values + page + j * size, page_size};
+    if (!scratch || task.straight(first + kLanes)) return part;
+    for (int d = 0; d < size; d += w) std::memcpy(key + d * kLanes, part.keys + int64_t(d) * page_size, 4 * kLanes);
+    std::memcpy(value, part.values, sizeof(Element) * kLanes * size);
+    while (begin < kLanes && task.straight(first + begin + 1)) ++begin;
   }
-  Element *const key = scratch, *const value = scratch + kLanes * size;
-  for (int i = 0; i < kLanes && first + i <= task.last_position; ++i) {
-    const int64_t page = find(first + i);
-    const int j = (first + i) % page_size;
+  for (int i = begin; i < kLanes && first + i <= task.last_position; ++i) {
+    const int place = task.place(first + i), j = place % page_size;
+    const int64_t page = find(place);
     for (int d = 0; d < size; d += w)
       std::memcpy(key + d * kLanes + i * w, keys + page + int64_t(d) * page_size + j * w, 4);
     for (int d = 0; d < size; ++d)
@@ -122,7 +155,7 @@ template <class T>
 inline void find_block(Part<T>* parts, const Attention& a, typename T::Element* scratch, const Task& task, int first) {
   parts[0] = parts[1] = find_part<T>(a, scratch, task, first);
   if (first + kLanes <= task.last_position)
-    parts[1] = find_part<T>(a, scratch + kBlock * a.head_size, task, first + kLanes);
+    parts[1] = find_part<T>(a, scratch ? scratch + kBlock * a.head_size : nullptr, task, first + kLanes);
 }
 
 // Keys or values of a part, into the second-level cache: pages lie anywhere, and the processor
@@ -134,15 +167,19 @@ __attribute__((always_inline)) inline void fetch(const Part<T>& part, bool keys,
     __builtin_prefetch(keys ? part.keys + int64_t(d) * part.stride : part.values + d * kLanes, 0, 2);
 }
 
-// Cuts every sequence's query tokens into nearly equal tiles of at most kTileRows query rows.
+// Cuts every sequence's query tokens, or every branch's, into nearly equal tiles of at most
+// kTileRows query rows.
 inline std::vector<Tile> make_tiles(const Attention& a) {
   const int per_tile = kTileRows / (a.heads / a.groups);
   std::vector<Tile> tiles;
-  for (int s = 0; s < a.sequences; ++s) {
-    const int64_t queries = a.query_starts[s + 1] - a.query_starts[s], cuts = (queries + per_tile - 1) / per_tile;
+  const auto cut = [&](const Branch& b) {
+    const int64_t queries = b.end - b.begin, cuts = (queries + per_tile - 1) / per_tile;
+    const int32_t* path = b.path < 0 ? nullptr : a.paths + b.path;
     for (int64_t c = 0, from = 0, to; c < cuts; ++c, from = to)
-      tiles.push_back({s, int(from), int((to = queries * (c + 1) / cuts) - from)});
-  }
+      tiles.push_back({b.sequence, int(b.begin + from), int((to = queries * (c + 1) / cuts) - from), b.fed, b.cached, path});
+  };
+  for (int i = 0; i < a.num_branches; ++i) cut(a.branches[i]);
+  for (int s = 0; !a.branches && s < a.sequences; ++s) cut({s, 0, a.query_starts[s + 1] - a.query_starts[s], 0, 0, -1});
   return tiles;
 }
 
