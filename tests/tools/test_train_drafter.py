@@ -14,10 +14,10 @@ import torch
 from rich.progress import Progress
 from transformers import AutoTokenizer
 
-from engine.config import ModelConfig
+from engine.config import EngineConfig, ModelConfig, SpeculationConfig
+from engine.draft.build import load_models
 from engine.draft.heads.checkpoint import read_weights
-from engine.draft.heads.config import HeadConfig, check_head, read_config
-from engine.draft.heads.runner import load_head
+from engine.draft.heads.config import HeadConfig, read_config
 from engine.errors import ConfigurationError, ModelNotSupported
 from engine.model.convert import convert_gguf
 from engine.model.loader import load_model
@@ -107,9 +107,13 @@ def test_the_head_learns(outcome: tuple[Acceptance, list[Acceptance]]) -> None:
 def test_the_engine_keeps_what_was_learnt(options: HeadOptions, outcome: object) -> None:
     """Features, tokens and positions are the drafter's as they were the lesson's."""
     assert outcome
-    check_head(options.target, options.out)
     served = load_model(options.target, ModelConfig(str(options.target), dtype="float32"))
-    head = load_head(ModelConfig(str(options.out), dtype="float32"))
+    own = ModelConfig(str(options.out), dtype="float32")
+    speculation = SpeculationConfig(mode="fixed", drafter="eagle", draft_head=own)
+    told: list[str] = []
+    config = EngineConfig(ModelConfig(str(options.target)), speculation=speculation)
+    head = load_models(config, told.append)["eagle"]  # after a look whether both fit together
+    assert told == ["Loading the model of drafter eagle"]
     built = make_engine(loaded=served, head=head, drafter="eagle", max_draft=3, num_pages=2000)
     texts = read_texts(options.work / "text.npz", options.target)
     greedy = [text for text in texts if text.greedy and len(text.answer) > 20][:8]
