@@ -63,11 +63,11 @@ def _compare(model: PreTrainedModel, config: ModelConfig) -> LoadedModel:
     longest = longest_sequence(model, config.max_model_len)
     borders = [*windows, *_lengths_of(model)]
     expected = check.expect(model, borders, longest)
-    coarse = config.activations == "int8" and in_blocks(model)
+    rounded = config.activations if in_blocks(model) else None
     loaded = adopt_model(model, config)
     pool = check.make_pool(expected)
     runner = loaded.make_runner(pool.num_pages, pool.page_size)
-    return replace(loaded, checked=check.compare(expected, runner, pool, coarse=coarse))
+    return replace(loaded, checked=check.compare(expected, runner, pool, rounded=rounded))
 
 
 def _lengths_of(model: PreTrainedModel) -> list[int]:
