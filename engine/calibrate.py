@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
+import json
 import logging
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
 
 from engine.batch import Span, build_batch
 from engine.cache.pages import PagePool
-from engine.control.calibration import Calibration, cache_key
+from engine.control.calibration import Calibration
 from engine.model.files import read_sealed, write_sealed
 from engine.model.passes import Runner
 from engine.model.paths import cache_directory
@@ -18,6 +21,9 @@ from engine.model.version import passes_version
 from engine.sweep import calibrate
 
 logger = logging.getLogger(__name__)
+
+#: Of what is kept between starts; another one is measured anew.
+_VERSION = 2
 
 #: Seconds a start may spend on it.
 _BUDGET = 2.0
@@ -44,7 +50,7 @@ def load_calibration(
     path = cache_directory() / "calibration" / key
     if (cached := read_sealed(path)) is not None:
         with contextlib.suppress(ValueError):  # written by another version
-            return Calibration.from_json(cached)
+            return from_json(cached)
     sequences = max(1, min(_SEQUENCES, pool.num_pages // 2))
     room = min(longest, pool.num_pages // sequences * pool.page_size, 2 * _LONG_CONTEXT)
     timer = PassTimer(runner, pool, sequences, room)
@@ -106,6 +112,35 @@ class PassTimer:
 def _write(path: Path, calibration: Calibration) -> None:
     """Keeps it for the next start; a read-only cache only costs that start a second."""
     try:
-        write_sealed(path, calibration.to_json())
+        write_sealed(path, to_json(calibration))
     except OSError as error:
         logger.info("the calibration cannot be cached: %s", error)
+
+
+def cache_key(model: str, device: str, dtype: str, threads: int, code: str) -> str:
+    """A file name for the calibration of one model, computed by one version of the code, on one
+    machine setting."""
+    text = json.dumps([_VERSION, model, device, dtype, threads, code])
+    return f"calibration-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+
+
+def to_json(calibration: Calibration) -> str:
+    """For the cache."""
+    return json.dumps({"version": _VERSION, **asdict(calibration)})
+
+
+def from_json(text: str) -> Calibration:
+    """Reads what `to_json` wrote.
+
+    Raises:
+        ValueError: it is damaged or of another version; calibrate again.
+    """
+    try:
+        data = json.loads(text)
+        if data.pop("version") != _VERSION:
+            raise ValueError("the calibration was written by another version")
+        for name in ("curve", "prompt"):
+            data[name] = tuple((int(n), float(t)) for n, t in data[name])
+        return Calibration(**data)
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"not a calibration ({type(error).__name__})") from error

@@ -16,9 +16,9 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ _MODULES = (
     "server.api.app",
     "engine.prepare",
     "transformers.models.llama.modeling_llama",
-    "transformers.tokenization_utils_fast",
+    "transformers.tokenization_utils_tokenizers",
     "transformers.modeling_gguf_pytorch_utils",
 )
 
@@ -90,13 +90,17 @@ def _mother() -> subprocess.Popen[str]:
     return mother
 
 
+_LOCK = threading.Lock()
+
+
 def _ask(question: dict[str, Any]) -> Any:
-    mother = _mother()
-    assert mother.stdin is not None
-    assert mother.stdout is not None
-    mother.stdin.write(json.dumps(question) + "\n")
-    mother.stdin.flush()
-    return json.loads(mother.stdout.readline())
+    with _LOCK:
+        mother = _mother()
+        assert mother.stdin is not None
+        assert mother.stdout is not None
+        mother.stdin.write(json.dumps(question) + "\n")
+        mother.stdin.flush()
+        return json.loads(mother.stdout.readline())
 
 
 # -- in the other process ----------------------------------------------------------------------
@@ -105,8 +109,7 @@ def _ask(question: dict[str, Any]) -> Any:
 def _serve() -> None:
     """Answers questions until there will be no more; returns in children only."""
     for name in _MODULES:
-        with suppress(ModuleNotFoundError):
-            importlib.import_module(name)
+        importlib.import_module(name)
     gc.collect()
     gc.freeze()  # pages of objects that nobody touches remain shared
     for line in sys.stdin:

@@ -1,13 +1,9 @@
-"""What a pass of a model costs on this machine, as plain numbers that are kept between starts."""
+"""What a pass of a model costs on this machine, as plain numbers."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import math
-from dataclasses import asdict, dataclass
-
-_VERSION = 2
+from dataclasses import dataclass
 
 #: (query tokens, seconds), ascending in both; linear in between.
 Curve = tuple[tuple[int, float], ...]
@@ -56,27 +52,6 @@ class Calibration:
         """The same of a prompt, whose last token alone is given logits."""
         return _read(self.prompt or self.curve, rows)
 
-    def to_json(self) -> str:
-        """For the cache."""
-        return json.dumps({"version": _VERSION, **asdict(self)})
-
-    @classmethod
-    def from_json(cls, text: str) -> Calibration:
-        """Reads what `to_json` wrote.
-
-        Raises:
-            ValueError: it is damaged or of another version; calibrate again.
-        """
-        try:
-            data = json.loads(text)
-            if data.pop("version") != _VERSION:
-                raise ValueError("the calibration was written by another version")
-            for name in ("curve", "prompt"):
-                data[name] = tuple((int(n), float(t)) for n, t in data[name])
-            return cls(**data)
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"not a calibration ({type(error).__name__})") from error
-
 
 def _read(curve: Curve, rows: float) -> float:
     """A curve at any number of query tokens."""
@@ -99,10 +74,3 @@ def _final_slope(curve: Curve) -> float:
 #: Before anything is measured: a pass that doubles its time at 32 tokens. Its scale is
 #: replaced by the first steps seen, its shape bit by bit.
 ASSUMED = Calibration(((1, 0.01), (33, 0.02)), 1e-5, 2e-7, 1e-8, measured=False)
-
-
-def cache_key(model: str, device: str, dtype: str, threads: int, code: str) -> str:
-    """A file name for the calibration of one model, computed by one version of the code, on one
-    machine setting."""
-    text = json.dumps([_VERSION, model, device, dtype, threads, code])
-    return f"calibration-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"

@@ -6,7 +6,8 @@ import math
 
 import pytest
 
-from engine.control.calibration import ASSUMED, Calibration, cache_key
+from engine.calibrate import cache_key, from_json, to_json
+from engine.control.calibration import ASSUMED, Calibration
 from engine.sweep import calibrate
 
 
@@ -78,8 +79,8 @@ def test_noise_cannot_make_more_tokens_cheaper() -> None:
 def test_it_survives_the_cache() -> None:
     prompt = ((1, 0.01), (8, 0.015))
     table = Calibration(((1, 0.01), (8, 0.02)), 1e-5, 1e-7, 0.0, prompt=prompt)
-    assert Calibration.from_json(table.to_json()) == table
-    assert Calibration.from_json(ASSUMED.to_json()).measured is False
+    assert from_json(to_json(table)) == table
+    assert from_json(to_json(ASSUMED)).measured is False
 
 
 @pytest.mark.parametrize(
@@ -89,15 +90,15 @@ def test_it_survives_the_cache() -> None:
         "[]",
         "3",
         '{"version": 0}',
-        ASSUMED.to_json().replace("0.01", "NaN"),
-        ASSUMED.to_json().replace("0.01", "-1"),
-        ASSUMED.to_json().replace('"curve"', '"bend"'),
-        ASSUMED.to_json().replace("[1,", "[99,"),
+        to_json(ASSUMED).replace("0.01", "NaN"),
+        to_json(ASSUMED).replace("0.01", "-1"),
+        to_json(ASSUMED).replace('"curve"', '"bend"'),
+        to_json(ASSUMED).replace("[1,", "[99,"),
     ],
 )
 def test_a_damaged_cache_is_noticed(text: str) -> None:
     with pytest.raises(ValueError, match=r".+"):
-        Calibration.from_json(text)
+        from_json(text)
 
 
 def test_every_setting_has_its_own_file() -> None:

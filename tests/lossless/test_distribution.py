@@ -42,12 +42,8 @@ from tests.lossless.worlds import (
 )
 from tests.sampling.support import ODDS, Rule
 from tests.sampling.test_verify import (
+    BREAKS,
     bonus_from_last_row,
-    most_likely_correction,
-    residual_from_target,
-    sharper_proposal,
-    sharper_target,
-    uniform_proposal,
 )
 
 PROMPT = (1, 2, 3, 0, 1, 2)
@@ -189,17 +185,7 @@ def of_rows(broken: Rule) -> Callable[[Rows, Sequence[int], Tensor, Chance], Out
 
 
 @pytest.mark.parametrize("rule", ["rejection", "block"])
-@pytest.mark.parametrize(
-    "breaks",
-    [
-        uniform_proposal,
-        sharper_proposal,
-        sharper_target,
-        residual_from_target,
-        most_likely_correction,
-        bonus_from_last_row,
-    ],
-)
+@pytest.mark.parametrize("breaks", BREAKS)
 def test_a_broken_rule_is_noticed(
     rule: str, breaks: Callable[[Rule], Rule], monkeypatch: pytest.MonkeyPatch
 ) -> None:

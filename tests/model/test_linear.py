@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -57,6 +58,15 @@ def exactly(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
     return nn.functional.linear(x.double(), linear.weight.double(), bias)
 
 
+def check_parts(
+    linear: PackedLinear, x: torch.Tensor, truth: torch.Tensor, counts: Iterable[int]
+) -> None:
+    """Passes of so many rows, from the first row and up to the last, give those of `truth`."""
+    for rows in counts:
+        assert torch.equal(linear(x[:rows]), truth[:rows]), rows
+        assert torch.equal(linear(x[-rows:]), truth[-rows:]), rows
+
+
 @on_every_set
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", [False, True])
@@ -64,13 +74,11 @@ def exactly(linear: nn.Linear, x: torch.Tensor) -> torch.Tensor:
 def test_a_row_is_what_it_is_alone(
     inputs: int, outputs: int, bias: bool, dtype: torch.dtype, instructions: str
 ) -> None:
-    """Passes of 1 to 67 rows, from the first row and up to the last."""
+    """In passes of 1 to 67 rows."""
     linear = packed(layer(inputs, outputs, bias, dtype), instructions)
     x = torch.randn(ROWS, inputs).to(dtype)
     alone = torch.cat([linear(row[None]) for row in x])
-    for rows in range(1, ROWS + 1):
-        assert torch.equal(linear(x[:rows]), alone[:rows]), rows
-        assert torch.equal(linear(x[-rows:]), alone[-rows:]), rows
+    check_parts(linear, x, alone, range(1, ROWS + 1))
 
 
 @on_every_set
@@ -79,10 +87,7 @@ def test_wide_layers_and_many_rows(dtype: torch.dtype, instructions: str) -> Non
     """Widths of a real model, and passes of several panels."""
     linear = packed(layer(576, 1536, False, dtype), instructions)
     x = torch.randn(260, 576).to(dtype)
-    full = linear(x)
-    for rows in (1, 2, 3, 4, 7, 12, 13, 25, 67, 100):
-        assert torch.equal(linear(x[:rows]), full[:rows]), rows
-        assert torch.equal(linear(x[-rows:]), full[-rows:]), rows
+    check_parts(linear, x, linear(x), (1, 2, 3, 4, 7, 12, 13, 25, 67, 100))
 
 
 @on_every_set

@@ -170,18 +170,19 @@ def unscaled_block_residual(rule: Rule) -> Rule:
     )
 
 
-@pytest.mark.parametrize("rule", [rejection, block])
-@pytest.mark.parametrize(
-    "breaks",
-    [
-        uniform_proposal,
-        sharper_proposal,
-        sharper_target,
-        residual_from_target,
-        most_likely_correction,
-        bonus_from_last_row,
-    ],
+#: What breaks any rule with a proposal.
+BREAKS = (
+    uniform_proposal,
+    sharper_proposal,
+    sharper_target,
+    residual_from_target,
+    most_likely_correction,
+    bonus_from_last_row,
 )
+
+
+@pytest.mark.parametrize("rule", [rejection, block])
+@pytest.mark.parametrize("breaks", BREAKS)
 def test_a_broken_rule_is_noticed(rule: Rule, breaks: Callable[[Rule], Rule]) -> None:
     with pytest.raises(AssertionError, match="probability is off"):
         assert_lossless(breaks(rule), random_world(3, 2, seed=1))

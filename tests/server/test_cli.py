@@ -21,6 +21,7 @@ import pytest
 
 from server.cli import main
 from server.cli.settings import Settings
+from tests.caches import own_cache
 from tests.server.processes import PATIENCE, model, serving, small, streaming
 from tests.tiny import CONTEXT
 
@@ -141,7 +142,7 @@ def test_doctor_says_what_fits(
 def test_doctor_does_not_fetch(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("SPECSERVE_HOME", str(tmp_path))
+    monkeypatch.setenv("SPECSERVE_HOME", str(own_cache(tmp_path)))
     main(["doctor", "--runner", "reference"])
     assert "not here yet; `specserve pull` fetches it" in capsys.readouterr().out
 

@@ -46,10 +46,6 @@ class HeadRunner:
         logits, _ = self.run(batch, states)
         return Pass(logits[: batch.num_logits], end())
 
-    def move(self, sources: Tensor, targets: Tensor) -> None:
-        """See `Runner.move`."""
-        self.model.attention.move(self.store, sources, targets)
-
     @torch.inference_mode()
     def remember(self, batch: Batch, features: Tensor) -> Tensor:
         """Takes the target's features [n, width] of a batch's rows into the store.

@@ -25,10 +25,6 @@ class CudaAttention:
         self._heads = heads
         self._split = split_size(max_model_len)
 
-    def move(self, store: KVStore, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """See `AttentionBackend.move`."""
-        store.move(sources, targets)
-
     def prepare(self, batch: Batch, store: KVStore) -> Attend:
         """See `AttentionBackend.prepare`."""
         rows = locate(batch, rows_per_tile(self._heads, store.shape.num_heads))

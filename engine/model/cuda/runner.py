@@ -71,10 +71,6 @@ class CudaRunner:
             return self._decode(batch, features)
         return self._read(batch, features)
 
-    def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """See `Runner.move`."""
-        self.store.move(sources, targets)
-
     def _decode(self, batch: Batch, features: tuple[int, ...]) -> Pass:
         """A pass as a graph. As many rows are picked as there are."""
         own = batch.input_ids.numel()
