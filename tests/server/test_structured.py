@@ -178,6 +178,7 @@ NASTY: dict[str, tuple[dict[str, Any], bool]] = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NASTY)
 def test_nasty_descriptions_are_answered_while_others_stream(name: str) -> None:
     """The stream is longer than any answer may wait; it is still going on when that is there."""
