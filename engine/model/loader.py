@@ -18,6 +18,7 @@ from engine.model.attention.base import AttentionBackend
 from engine.model.attention.cpu import DTYPES as CPU_DTYPES
 from engine.model.attention.cpu import MAX_GROUP, CpuAttention
 from engine.model.attention.reference import ReferenceAttention
+from engine.model.cuda.weights import CudaDecoder, why_not_cuda
 from engine.model.invariant import make_invariant
 from engine.model.inventory import describe_weights
 from engine.model.linear import can_pack, has_native_bfloat16
@@ -129,8 +130,11 @@ def adopt_model(model: PreTrainedModel, config: ModelConfig) -> LoadedModel:
     if config.runner in ("auto", "cuda"):
         found = _cuda_runner(model, config, limit, needs)
         if found is not None:
-            make_runner, reserve, shape = found
-            return make_loaded(make_runner, "cuda", shape, *facts, reserve=reserve)
+            on_gpu, make_runner, reserve = found
+            embed = on_gpu.embed
+            return make_loaded(
+                make_runner, "cuda", on_gpu.shape, *facts, reserve=reserve, embed=embed
+            )
     backend = _choose_attention(config.runner, model, needs[0], limit)
     _make_invariant(model, config.activations)
     name = "reference" if isinstance(backend, ReferenceAttention) else "torch"
@@ -192,25 +196,23 @@ def _native_decoder(
 
 def _cuda_runner(
     model: PreTrainedModel, config: ModelConfig, max_model_len: int, needs: Sequence[LayerNeeds]
-) -> tuple[Callable[[int, int], Runner], Callable[[int, int], int], CacheShape] | None:
-    """What makes a runner on a GPU's own kernels, what it takes, and what it stores; None if the
-    model cannot run there. On a CPU the kernels are interpreted, for those who ask by name."""
+) -> tuple[CudaDecoder, Callable[[int, int], Runner], Callable[[int, int], int]] | None:
+    """The weights for a GPU's own kernels, what makes a runner of them, and what it takes; None
+    if the model cannot run there. On a CPU the kernels are interpreted, for those who ask by
+    name."""
     required = config.runner == "cuda"
     if not required and model.device.type != "cuda":
         return None
-    # Only here: Triton is no part of a server on CPUs.
-    from engine.model.cuda.weights import CudaDecoder, why_not_cuda
-
     reason = why_not_cuda(model)
     if reason is None:
-        try:
+        try:  # only here: Triton is no part of a server on CPUs
             from engine.model.cuda.runner import CudaRunner, runner_bytes
         except ImportError as error:
             reason = str(error)
         else:
             decoder = CudaDecoder(model, max_model_len, [layer.window for layer in needs])
             make_runner = partial(CudaRunner, decoder, config.numerics)
-            return make_runner, partial(runner_bytes, decoder, config.numerics), decoder.shape
+            return decoder, make_runner, partial(runner_bytes, decoder, config.numerics)
     if required:
         raise ConfigurationError(f"runner is cuda, but {reason}; use auto.")
     logger.warning("the cuda runner does not apply: %s", reason)

@@ -152,31 +152,7 @@ class NativeDecoder:
         # Norms of single heads come before rotation, and need all of a head.
         self._paired = self.head_size % BLOCK == 0 and not hasattr(attention, "q_norm")
         self._layers = (_Layer * len(body.layers))(*map(self._layer, body.layers, windows))
-        positions = torch.arange(max_model_len).unsqueeze(0)
-        cosines, sines = body.rotary_emb(torch.zeros(1, dtype=torch.float32), positions)
-        table, head = self._tables(body.embed_tokens, model.lm_head)
-        self._embedding = None if table.pieces[0].form else self._kept[-1]
-        self._decoder = _Decoder(
-            layers=self._layers,
-            embedding=table.pieces[0].packed,
-            final_norm=self._keep(body.norm.weight.detach().float()),
-            head=head,
-            cosines=self._keep(cosines[0].float()),
-            sines=self._keep(sines[0].float()),
-            num_layers=len(body.layers),
-            hidden=self.hidden,
-            intermediate=self.intermediate,
-            vocab=self.vocab,
-            heads=self.heads,
-            groups=self.groups,
-            head_size=self.head_size,
-            bfloat16=self.dtype is torch.bfloat16,
-            epsilon=body.norm.variance_epsilon,
-            scale=attention.scaling,
-            paired=self._paired,
-            planes=self.planes,
-            embedding_form=table.pieces[0].form,
-        )
+        self._decoder = self._whole(model, max_model_len)
         give_back(model)
 
     @property
@@ -210,6 +186,35 @@ class NativeDecoder:
             self._kernel(ctypes.byref(decoder), ctypes.byref(step))
 
         return run
+
+    def _whole(self, model: PreTrainedModel, max_model_len: int) -> _Decoder:
+        """Everything that is no layer, and where the layers are."""
+        body, attention = model.model, model.model.layers[0].self_attn
+        positions = torch.arange(max_model_len).unsqueeze(0)
+        cosines, sines = body.rotary_emb(torch.zeros(1, dtype=torch.float32), positions)
+        table, head = self._tables(body.embed_tokens, model.lm_head)
+        self._embedding = None if table.pieces[0].form else self._kept[-1]
+        return _Decoder(
+            layers=self._layers,
+            embedding=table.pieces[0].packed,
+            final_norm=self._keep(body.norm.weight.detach().float()),
+            head=head,
+            cosines=self._keep(cosines[0].float()),
+            sines=self._keep(sines[0].float()),
+            num_layers=len(body.layers),
+            hidden=self.hidden,
+            intermediate=self.intermediate,
+            vocab=self.vocab,
+            heads=self.heads,
+            groups=self.groups,
+            head_size=self.head_size,
+            bfloat16=self.dtype is torch.bfloat16,
+            epsilon=body.norm.variance_epsilon,
+            scale=attention.scaling,
+            paired=self._paired,
+            planes=self.planes,
+            embedding_form=table.pieces[0].form,
+        )
 
     def _layer(self, layer: Any, window: int) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp

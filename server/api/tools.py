@@ -91,8 +91,13 @@ class ToolUse:
         return unique[:9] if self.short_ids else f"call_{unique[:24]}"
 
 
-async def tool_use(codec: TextCodec, body: ToolFields, info: EngineInfo) -> ToolUse | None:
+async def tool_use(
+    codec: TextCodec, body: ToolFields, info: EngineInfo, tool_format: str | None
+) -> ToolUse | None:
     """What a request's tools ask for; None = nothing, its answer is text.
+
+    Args:
+        tool_format: how the model writes calls; None = as its template tells.
 
     Raises:
         ApiError: the choice names no tool, or there are none to choose from.
@@ -112,7 +117,9 @@ async def tool_use(codec: TextCodec, body: ToolFields, info: EngineInfo) -> Tool
             400, f"tool_choice names {quote(named)}, which is not in tools.", param="tool_choice"
         )
     kind = format_of(codec.template)
-    if kind is None:
+    if kind is not None:
+        kind = tool_format or kind
+    else:
         raise ApiError(
             400,
             "This model's chat template knows no tools; leave tools out, or serve a model whose "

@@ -107,7 +107,7 @@ async def chat_job(context: ServerContext, codec: TextCodec, body: ChatCompletio
             "continue_final_message and add_generation_prompt exclude each other.",
             param="continue_final_message",
         )
-    use = await tool_use(codec, body, context.engine.info)
+    use = await tool_use(codec, body, context.engine.info, options.tool_format)
     wishes = await _wishes(context, codec, body, count, use)
     text = await codec.write_chat(
         check_tools(body.messages, codec.template),

@@ -14,6 +14,7 @@ from fastapi import FastAPI
 
 from engine.types import Request
 from server.api.app import create_app
+from server.api.options import ServerOptions
 from tests.server.support import MODEL, FakeEngine, call, ids, make_tokenizer, serving
 
 CHAT = "/v1/chat/completions"
@@ -52,8 +53,8 @@ def tokenizer_of(family: str) -> Any:
     return made
 
 
-def app_of(engine: FakeEngine, family: str = "hermes") -> FastAPI:
-    return create_app(engine, tokenizer_of(family), MODEL)
+def app_of(engine: FakeEngine, family: str = "hermes", **options: Any) -> FastAPI:
+    return create_app(engine, tokenizer_of(family), MODEL, options=ServerOptions(**options))
 
 
 def says(text: str) -> FakeEngine:
@@ -125,6 +126,13 @@ def test_the_choice_binds_the_answer(
     assert not fits(good[family].replace('"weather"', '"whether"'))
     named = isinstance(fields["tool_choice"], dict)
     assert fits(good[family].replace('"weather"', '"other"').replace(ARGUMENTS, "{}")) != named
+
+
+def test_the_form_can_be_set() -> None:
+    app = app_of(says(WRITTEN["mistral"]), tool_format="mistral")
+    body = {"messages": HELLO, "tools": [WEATHER]}
+    choice = call(app, "POST", CHAT, json=body).json()["choices"][0]
+    assert choice["message"]["tool_calls"][0]["function"]["arguments"] == ARGUMENTS
 
 
 def test_several_calls_unless_they_are_unwanted() -> None:
