@@ -17,6 +17,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
+from engine.cache import huge_pages
 from engine.config import ModelConfig
 from engine.model import check
 from engine.model.inventory import describe_weights, in_blocks
@@ -51,6 +52,8 @@ def load_checked(directory: Path, config: ModelConfig) -> LoadedModel:
         loaded = _compare(model, config)
         _write(place, loaded.checked)
     logger.info("%s: %s", directory.name, loaded.checked)
+    del model
+    huge_pages.trim()
     return loaded
 
 
