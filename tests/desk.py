@@ -85,6 +85,7 @@ class Desk:
             table.num_cached[TARGET] += part.num_feed
             if part.samples:
                 sequence.append([7] * (1 + min(accepted, part.max_draft)))
+                sequence.last_draft = part.max_draft
                 table.num_cached[TARGET] = len(sequence.tokens) - 1
             self.pool.commit(table, sequence.tokens)
             self.pool.truncate(table, len(sequence.tokens))

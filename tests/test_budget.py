@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.budget import PassCost
 from engine.cache.pages import TARGET
 from engine.control.calibration import ASSUMED, Calibration
 from engine.control.costs import VerifyCost
@@ -30,7 +31,7 @@ def seconds_of(plan: StepPlan, *, plain: bool = False) -> float:
     return Machine().seconds(rows, len(parts), read, pairs, max(0, rows - loud))
 
 
-def desk_with(cost: Machine | None, **changes: int | float) -> Desk:
+def desk_with(cost: PassCost | None, **changes: int | float) -> Desk:
     sizes: dict[str, int | float] = {"num_pages": 300, "page_size": 128, "budget": 512, "most": 64}
     return Desk(**(sizes | changes), cost=cost)  # type: ignore[arg-type]
 
@@ -99,7 +100,7 @@ def test_unmeasured_passes_are_bounded_in_tokens() -> None:
 
     for cost in (None, Unknown()):
         for stretch, fed in ((1.0, 1), (2.0, 33), (3.0, 66)):
-            desk = desk_with(cost, stretch=stretch)  # type: ignore[arg-type]
+            desk = desk_with(cost, stretch=stretch)
             start(desk, desk.add(20, max_tokens=100))
             desk.add(6500)
             assert desk.step().scheduled[1].num_feed == fed
@@ -139,6 +140,40 @@ def test_streams_that_draft_leave_a_prompt_the_same_share_of_the_time() -> None:
         [fed[drafts]] = [p.num_feed for p in desk.step().scheduled if p.sequence is long]
     plain, drafting = machine.seconds(4, 4, 0, 0), machine.seconds(36, 4, 0, 0)
     assert fed[8] / fed[0] == pytest.approx(drafting / plain, rel=0.1)
+
+
+def first_tokens(drafts: int, accepted: int) -> tuple[float, float]:
+    """Eight clients that ask again as soon as they are answered: mean seconds until the first
+    token, and requests a second."""
+    machine = Machine(read=1e-5, pair=1e-5)
+    desk, now, dice = desk_with(machine, num_pages=2000, page_size=16), 0.0, random.Random(1)
+    asked: dict[Sequence, float] = {}
+    waited: dict[Sequence, float] = {}
+    while len(waited) < 120:
+        while len(desk.scheduler.running) + len(desk.scheduler.waiting) < 8:
+            lengths = dice.randint(75, 225), dice.randint(50, 150)
+            asked[desk.add(lengths[0], max_tokens=lengths[1], max_draft=drafts)[0]] = now
+        plan = desk.scheduler.plan()
+        parts = [
+            (p.num_feed + p.max_draft, p.sequence.table.num_cached[TARGET] + p.num_feed)
+            for p in plan.scheduled
+        ]
+        rows, loud = sum(n for n, _ in parts), sum(p.samples + p.max_draft for p in plan.scheduled)
+        read, pairs = sum(context for _, context in parts), sum(n * context for n, context in parts)
+        now += machine.seconds(rows, len(parts), read, pairs, rows - loud)
+        desk.finish(plan, accepted)
+        for sequence in served(plan):
+            if sequence.num_generated:
+                waited.setdefault(sequence, now - asked[sequence])
+    return sum(waited.values()) / len(waited), len(waited) / now
+
+
+def test_with_speculation_first_tokens_hardly_come_later() -> None:
+    """They wait for longer steps; but prompts must not starve where answers are quick, and new
+    ones therefore come sooner."""
+    (plain, throughput), (drafting, more) = first_tokens(0, 0), first_tokens(4, 3)
+    assert more > 1.3 * throughput
+    assert drafting < 1.6 * plain
 
 
 # -- prompts beside prompts ------------------------------------------------------------------

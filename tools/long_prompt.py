@@ -1,11 +1,11 @@
 """What do others feel of a long prompt? Measured on a running server.
 
-Starts one, and asks it in rounds: a stream by itself, the long prompt by itself, then both
-together and, a second after the prompt, a request of one token. Told are times, and as ratios
-what a slow or busy machine says nothing about::
+Starts one, and asks it in rounds: a stream by itself, the long prompt beside it and, a second
+later, a request of one token; then the stream by itself again, and the prompt by itself. Told are
+times, and ratios of times that were measured next to each other::
 
-    python -m tools.long_prompt --tokens 6500 --rounds 3
-    python -m tools.long_prompt --tokens 6500 --streams 4 -- --decode-stretch 4
+    python tools/long_prompt.py --tokens 6500 --rounds 3
+    python tools/long_prompt.py --tokens 6500 --streams 4 -- --decode-stretch 4
 
 What follows ``--`` are flags of ``specserve serve``. Speculation is off for these requests, so
 that a token of a stream is a step, unless ``--speculation`` leaves it on.
@@ -22,8 +22,11 @@ import sys
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from itertools import pairwise
+from pathlib import Path
 from time import perf_counter
 from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import httpx
 
@@ -114,6 +117,10 @@ class Asker:
             await self._look(going)
         seen.beside += _gaps(self._times[begun:])
         seen.shared.append(await long)
+        begun = len(self._times)
+        while len(self._times) < begun + plain_tokens:  # the machine may be another by now
+            await self._look(going)
+        seen.plain += _gaps(self._times[begun + 2 :])
         for task in going:
             task.cancel()
         await asyncio.gather(*going, return_exceptions=True)

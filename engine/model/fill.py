@@ -16,6 +16,7 @@ from accelerate import init_empty_weights
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
+from engine.model.fewbit import FORMS
 from engine.model.quantized import (
     QuantizedEmbedding,
     QuantizedLinear,
@@ -24,7 +25,7 @@ from engine.model.quantized import (
 )
 
 #: Kinds of blocks that are multiplied as they are. Others become floats when they are read.
-KEPT = frozenset({"Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K"})
+KEPT = frozenset(FORMS)
 
 #: What weights are rounded to, by the setting: (linear layers, embedding and output layer). The
 #: latter two decide every token alone, and take few operations for what they hold.

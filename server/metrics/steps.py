@@ -183,6 +183,12 @@ class StepMetrics:
         self._drafted_by_position = make.labelled_counter(
             "specserve_spec_draft_tokens_per_pos", "Draft tokens checked.", "position"
         )
+        self._drafted_by = make.labelled_counter(
+            "specserve_spec_drafter_draft_tokens", "Draft tokens checked.", "method"
+        )
+        self._accepted_by = make.labelled_counter(
+            "specserve_spec_drafter_accepted_tokens", "Draft tokens kept.", "method"
+        )
         self._threads = make.gauge("specserve_compute_threads", "Threads that share a pass.")
         self._waiting_threads = make.gauge(
             "specserve_compute_threads_waiting", "Of those, without a core, on average."
@@ -264,6 +270,9 @@ class StepMetrics:
         self._drafted.inc(sum(stats.drafted_by_position))
         self._accepted.inc(sum(stats.accepted_by_position))
         name = self._make.model_name
+        for method, (drafted, accepted) in stats.by_drafter.items():
+            self._drafted_by.labels(name, method).inc(drafted)
+            self._accepted_by.labels(name, method).inc(accepted)
         for position, count in enumerate(stats.drafted_by_position):
             self._drafted_by_position.labels(name, str(position)).inc(count)
         for position, count in enumerate(stats.accepted_by_position):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.cache.pages import PageTable
-from engine.draft.drafter import DraftProposal
+from engine.draft.drafter import DrafterTraits, DraftProposal
 from engine.draft.portfolio import DrafterPortfolio
 from engine.draft.tree import check_parents, prune, renumber
 from engine.errors import ConfigurationError
@@ -124,7 +124,7 @@ def propose(
     portfolio = DrafterPortfolio(
         {"tree": TreeDrafter(lambda _s, _n: (tokens, parents), rows=True)},
         VOCAB,
-        branching=["tree"],
+        {"tree": DrafterTraits(branches=True)},
         trees=trees,
     )
     made = portfolio.propose([sequence], [length], ["tree"])

@@ -36,7 +36,7 @@ def test_greedy_is_transformers(drafters: tuple[str, ...], mode: str) -> None:
             done = run(built, greedy(), check=True)
             check_truth(done, "llama")
             check_books(done)
-        assert built.engine.parts.drafters.names == ("lookup", "model")
+        assert {"lookup", "model"} <= set(built.engine.parts.drafters.names)
         assert done.preemptions or num_pages == 400
 
 
