@@ -28,7 +28,7 @@ from engine.model.native_runner import NativeRunner
 from engine.model.passes import Runner
 from engine.model.probe import LayerNeeds, cache_shape, longest_sequence, probe
 from engine.model.runner import ATTENTION, ModelRunner
-from engine.model.weights import read_model
+from engine.model.weights import read_model, will_have_blocks
 from engine.types import WeightsInfo
 
 logger = logging.getLogger(__name__)
@@ -40,10 +40,6 @@ RUNNERS = ("auto", "native", "cuda", "torch", "reference")
 
 def _nothing(_page_size: int, _max_rows: int, /) -> int:
     return 0
-
-
-#: Whether "auto" keeps the blocks of a GGUF file.
-KEEP_BLOCKS = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,8 +94,13 @@ def open_model(directory: Path, config: ModelConfig) -> PreTrainedModel:
         ConfigurationError: dtype, device or attention cannot be had.
     """
     device = choose_device(config.device)
-    dtype = choose_dtype(config.dtype if config.weights not in _DTYPES else config.weights, device)
-    model = read_model(directory, dtype, choose_weights(config.weights, device)).to(device)
+    keep = choose_weights(config.weights, device)
+    wanted = config.weights if config.weights in _DTYPES else config.dtype
+    if wanted == "auto" and will_have_blocks(directory, keep):
+        # Weights are what is worth fewer bits. Keys and values in bfloat16 would cost more
+        # faithfulness than the blocks do, and half of little.
+        wanted = "float32"
+    model = read_model(directory, choose_dtype(wanted, device), keep).to(device)
     model.eval().requires_grad_(False)
     if not getattr(model, "_supports_attention_backend", False):
         raise ModelNotSupported(
@@ -166,7 +167,7 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
 def choose_weights(name: str, device: torch.device) -> str:
     """What weights are kept in: "float", "file", "int8" or "int4"; see `read_model`."""
     if name == "auto":
-        name = "file" if KEEP_BLOCKS and device.type == "cpu" else "float"
+        name = "file" if device.type == "cpu" else "float"
     if name in _DTYPES:
         return "float"
     if name != "float" and device.type != "cpu":

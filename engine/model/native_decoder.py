@@ -20,7 +20,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from engine.cache.huge_pages import Arena
+from engine.cache.huge_pages import Arena, trim
 from engine.cache.store import CacheShape, KVStore
 from engine.model.fewbit_linear import PLANES
 from engine.model.linear import give_back
@@ -236,6 +236,7 @@ class NativeDecoder:
             window=window,
         )
         give_back(layer)
+        trim()  # or what was freed piles up in the heap, layer by layer
         return packed
 
     def _tables(self, embedding: nn.Module, output: nn.Module) -> tuple[Matrix, Matrix]:

@@ -39,6 +39,20 @@ _COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _MOST_WORDS = 240  # characters of what a library says that are worth repeating
 
 
+def will_have_blocks(directory: Path, keep: str) -> bool:
+    """Whether `read_model` keeps any weights in blocks.
+
+    Raises:
+        ModelNotSupported: there is a GGUF file that cannot be read.
+    """
+    if keep in fill.ROUNDED:
+        return True
+    if keep != "file" or not holds_gguf(directory):
+        return False
+    stored = GgufFile(directory / WEIGHTS_FILE).tensors.values()
+    return any(tensor.kind in fill.KEPT for tensor in stored)
+
+
 def read_model(directory: Path, dtype: torch.dtype, keep: str = "float") -> PreTrainedModel:
     """The causal language model of a directory, on the CPU; no remote code.
 
