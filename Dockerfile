@@ -36,6 +36,7 @@ COPY pyproject.toml README.md LICENSE ./
 COPY engine engine
 COPY server server
 COPY loadtest loadtest
+COPY training training
 RUN --mount=type=cache,target=/root/.cache/pip \
     pip install --upgrade "pip>=24.1,<27" \
     && pip install ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} .

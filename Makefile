@@ -40,7 +40,7 @@ bench: $(STAMP)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
-	find benchmarks engine server loadtest tests -name __pycache__ -type d -prune -exec rm -rf {} +
+	find benchmarks engine server loadtest training tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp is written last, so an interrupted installation is done again.
 $(STAMP): pyproject.toml

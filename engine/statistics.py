@@ -52,6 +52,7 @@ def step_stats(
         prefix_hit_tokens=plan.prefix_hit_tokens,
         drafter_seconds=proposal.seconds,
         draft_forwards=proposal.forwards,
+        by_drafter=_by_drafter(proposal.drafters, verdicts),
         between_seconds=min(laps.between, laps.total),
     )
 
@@ -64,6 +65,16 @@ def completed(stats: StepStats, scheduler: Scheduler, report: SpeculationReport)
         pages_used=scheduler.pool.num_used,
         speculation=report,
     )
+
+
+def _by_drafter(drafters: Seq[str], verdicts: Seq[Verdict]) -> dict[str, tuple[int, int]]:
+    """Draft tokens checked, and kept, by who drafted them."""
+    sums: dict[str, tuple[int, int]] = {}
+    for name, verdict in zip(drafters, verdicts, strict=False):
+        if verdict.drafted:
+            drafted, accepted = sums.get(name, (0, 0))
+            sums[name] = (drafted + verdict.drafted, accepted + verdict.accepted)
+    return sums
 
 
 def by_position(lengths: Seq[int]) -> tuple[int, ...]:

@@ -58,6 +58,8 @@ class StepStats:
     learn_seconds: float = 0.0  # observing the step before, a part of between_seconds
     drafter_seconds: Mapping[str, float] = field(default_factory=dict)  # draft_seconds by drafter
     draft_forwards: int = 0  # passes of draft models
+    #: draft tokens checked, and kept, by drafter
+    by_drafter: Mapping[str, tuple[int, int]] = field(default_factory=dict)
     between_seconds: float = 0.0  # see `step_stats`
     threads: int | None = None  # that compute; None = not looked after
     waiting_threads: float | None = None  # of them, on average, without a core

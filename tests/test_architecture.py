@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("engine", "server", "loadtest")
+PACKAGES = ("engine", "server", "loadtest", "training")
 
 #: Lowest first. A module imports its own layer's package, or what is in a layer below.
 LAYERS = (
@@ -55,6 +55,7 @@ SERVER_MAY_ALSO = {
     ("server.cli.doctor", "engine.draft"),
     ("server.cli.settings", "engine.draft.registry"),
     ("server.cli.values", "engine.draft.registry"),
+    ("server.cli.train", "engine.model.sources"),
     ("server.cli.audit", "engine.audit"),
 }
 

@@ -156,7 +156,7 @@ def test_specserve(server: Server, command: str, tmp_path: Path) -> None:
 
 def test_commands() -> None:
     """All of them are in the README, and it knows no others."""
-    named = set(re.findall(r"`specserve ([a-z]+)", README))
+    named = set(re.findall(r"`specserve ([a-z-]+)", README))
     assert named == set(SPECSERVE)
 
 

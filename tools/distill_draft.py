@@ -47,14 +47,15 @@ from rich.progress import (
 )
 from transformers.utils import logging as transformers_logging
 
+from engine.errors import EngineError
 from engine.model.pairing import check_pair
 from engine.model.sources import DEFAULT_SOURCE, resolve
 from engine.model.weights import read_model
 from tools.distillation.agreement import Agreement
-from tools.distillation.labels import Labels, make_labels
 from tools.distillation.options import Options
-from tools.distillation.texts import Text, read_texts, save_texts, write_texts
 from tools.distillation.training import Lesson, make_student
+from training.labels import Labels, make_labels
+from training.texts import Text, read_texts, save_texts, write_texts
 
 HELD_OUT = 0.05  # of the texts
 TOKENIZER_FILES = (
@@ -149,7 +150,10 @@ def main() -> int:
     transformers_logging.disable_progress_bar()
     columns = TextColumn("{task.description:32}"), BarColumn(), MofNCompleteColumn()
     with Progress(*columns, TimeElapsedColumn()) as progress:
-        agreement = distill(options, progress)
+        try:
+            agreement = distill(options, progress)
+        except EngineError as error:
+            sys.exit(str(error))
     depths = ", ".join(f"{agreement.at_depth(d):.1%}" for d in range(1, 9))
     passes = ", ".join(f"{k}: {agreement.tokens_per_pass(k):.2f}" for k in (1, 2, 3, 4, 6, 8))
     print(f"held-out greedy text: {agreement}")

@@ -37,6 +37,13 @@ def empty(size: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     return torch.frombuffer(memory, dtype=dtype, count=count).view(tuple(size))
 
 
+def trim() -> None:
+    """Gives memory that was freed back to the system: the heap keeps it otherwise, and what is
+    made of weights while they are packed is as large as they are."""
+    with contextlib.suppress(AttributeError, OSError):  # not every C library knows how
+        ctypes.CDLL(None).malloc_trim(0)
+
+
 def populate(tensor: torch.Tensor) -> bool:
     """Has the system back a contiguous tensor's memory now; what it holds stays as it is.
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from engine.cache.pages import PagePool
 from engine.config import EngineConfig
 from engine.draft import registry
-from engine.draft.drafter import Drafter
+from engine.draft.drafter import Drafter, DrafterTraits
 from engine.draft.entry import DrafterContext, DrafterEntry, OwnModel, PagedModel
 from engine.draft.portfolio import DrafterPortfolio
 from engine.errors import ConfigurationError
@@ -57,22 +57,18 @@ def make_portfolio(
             "do not branch; leave it at 0, or choose another runner."
         )
     drafters: dict[str, Drafter] = {}
-    features: dict[str, tuple[int, ...]] = {}
+    traits: dict[str, DrafterTraits] = {}
     for entry in entries:
         own = models.get(entry.name)
         if entry.model is not None and own is None:
             raise _lacks_model(entry.name, entry.model)
         layers = _features(entry, own, target.model.shape.num_layers)
-        features[entry.name] = layers
+        traits[entry.name] = DrafterTraits(
+            layers, entry.reads_predictions, entry.reads_grammars, entry.branches
+        )
         drafters[entry.name] = entry.make(DrafterContext(config, target, pool, layers, own))
     return DrafterPortfolio(
-        drafters,
-        target.model.vocab_size,
-        features=features,
-        prediction_readers=[entry.name for entry in entries if entry.reads_predictions],
-        branching=[entry.name for entry in entries if entry.branches],
-        trees=can_branch(target.runner),
-        grammar_readers=[entry.name for entry in entries if entry.reads_grammars],
+        drafters, target.model.vocab_size, traits, trees=can_branch(target.runner)
     )
 
 

@@ -45,6 +45,7 @@ class DraftProposal:
             depend on the tokens that were drawn.
         seconds: that each drafter took which was asked.
         forwards: passes of draft models.
+        drafters: per sequence, who drafted; empty = nobody says.
         parents: per sequence, for each token the index in the draft of the one it follows, which
             is below its own; -1 = the last committed token. None = a chain, where each token
             follows the one before it.
@@ -55,6 +56,7 @@ class DraftProposal:
     seconds: Mapping[str, float] = field(default_factory=dict)
     forwards: int = 0
     parents: Seq[list[int] | None] | None = None
+    drafters: Seq[str] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +117,24 @@ class StepView:
 
     sequences: tuple[SequenceView, ...]
     features: Mapping[int, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class DrafterTraits:
+    """What a drafter is shown, and what it is asked for.
+
+    Attributes:
+        features: layers of the target whose features it is shown.
+        reads_predictions: whether it drafts from a request's `prediction`.
+        reads_grammars: whether it drafts from a request's grammar.
+        branches: whether its drafts may branch, so that it is asked for so many nodes; all others
+            are not asked for more tokens than could be kept.
+    """
+
+    features: tuple[int, ...] = ()
+    reads_predictions: bool = False
+    reads_grammars: bool = False
+    branches: bool = False
 
 
 class Drafter(Protocol):

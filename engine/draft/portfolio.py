@@ -6,12 +6,12 @@ import contextlib
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from collections.abc import Sequence as Seq
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
-from engine.draft.drafter import Drafter, DraftProposal, SequenceView, StepView
+from engine.draft.drafter import Drafter, DrafterTraits, DraftProposal, SequenceView, StepView
 from engine.draft.tree import check_parents, prune, renumber
 from engine.sequence import Sequence
 from engine.tree import branches, is_chain
@@ -32,11 +32,7 @@ class DrafterPortfolio:
     Args:
         drafters: by name.
         vocab_size: a draft is cut before the first id that the target does not know.
-        features: by drafter, the layers of the target whose features it is shown.
-        prediction_readers: drafters that draft from a request's `prediction`.
-        branching: drafters whose drafts may branch, so that they are asked for so many nodes;
-            all others are not asked for more tokens than could be kept.
-        grammar_readers: drafters that draft from a request's grammar.
+        traits: by name; whoever has none named has the default ones.
         trees: whether the target takes drafts that branch; otherwise of each the first way is
             kept.
         clock: seconds, for what each drafter takes: the draft cost.
@@ -46,20 +42,14 @@ class DrafterPortfolio:
         self,
         drafters: Mapping[str, Drafter],
         vocab_size: int,
+        traits: Mapping[str, DrafterTraits] = MappingProxyType({}),
         *,
-        features: Mapping[str, Seq[int]] = MappingProxyType({}),
-        prediction_readers: Collection[str] = (),
-        branching: Collection[str] = (),
-        grammar_readers: Collection[str] = (),
         trees: bool = True,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self._drafters = dict(drafters)
         self._vocab_size = vocab_size
-        self._features = {name: tuple(features.get(name, ())) for name in drafters}
-        self._prediction_readers = frozenset(prediction_readers)
-        self._branching = frozenset(branching)
-        self._grammar_readers = frozenset(grammar_readers)
+        self._traits = {name: traits.get(name, DrafterTraits()) for name in drafters}
         self._trees = trees
         self._clock = clock
 
@@ -71,12 +61,12 @@ class DrafterPortfolio:
     @property
     def prediction_readers(self) -> tuple[str, ...]:
         """Drafters that work and draft from a request's `prediction`."""
-        return tuple(name for name in self._drafters if name in self._prediction_readers)
+        return tuple(name for name in self._drafters if self._traits[name].reads_predictions)
 
     @property
     def grammar_readers(self) -> tuple[str, ...]:
         """Drafters that work and draft from a request's grammar."""
-        return tuple(name for name in self._drafters if name in self._grammar_readers)
+        return tuple(name for name in self._drafters if self._traits[name].reads_grammars)
 
     # -- before a step -------------------------------------------------------------------
 
@@ -107,7 +97,7 @@ class DrafterPortfolio:
         """Layers whose features a pass over these sequences must bring, for `observe`."""
         layers: set[int] = set()
         for name in {name for sequence in sequences for name in self._drafters_of(sequence)}:
-            layers.update(self._features[name])
+            layers.update(self._traits[name].features)
         return tuple(sorted(layers))
 
     def propose(
@@ -133,14 +123,14 @@ class DrafterPortfolio:
             began = self._clock()
             with self._switched_off_if_it_raises(name) as drafter:
                 asked, own = [sequences[i] for i in members], [lengths[i] for i in members]
-                if name not in self._branching:
+                if not self._traits[name].branches:
                     own = [min(n, s.max_depth) for s, n in zip(asked, own, strict=True)]
                 proposal = drafter.propose(asked, own)
                 forwards += proposal.forwards
                 for i, cut in zip(members, self._cut(proposal, asked, own), strict=True):
                     tokens[i], weights[i], parents[i] = cut
             seconds[name] = self._clock() - began
-        return DraftProposal(tokens, weights, seconds, forwards, parents)
+        return DraftProposal(tokens, weights, seconds, forwards, parents, drafters)
 
     def observe(self, view: StepView) -> None:
         """Tells every drafter what became of the sequences it may draft for.
@@ -154,7 +144,7 @@ class DrafterPortfolio:
                 groups[name].append(part)
         for name, parts in groups.items():
             with self._switched_off_if_it_raises(name) as drafter:
-                features = {layer: view.features[layer] for layer in self._features[name]}
+                features = {layer: view.features[layer] for layer in self._traits[name].features}
                 drafter.observe(StepView(tuple(parts), features))
 
     def release(self, sequence: Sequence) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from transformers import PreTrainedModel
 
+from engine.cache import huge_pages
 from engine.config import ModelConfig
 from engine.model import check
 from engine.model.inventory import describe_weights, in_blocks
@@ -51,6 +52,8 @@ def load_checked(directory: Path, config: ModelConfig) -> LoadedModel:
         loaded = _compare(model, config)
         _write(place, loaded.checked)
     logger.info("%s: %s", directory.name, loaded.checked)
+    del model
+    huge_pages.trim()
     return loaded
 
 
@@ -60,11 +63,11 @@ def _compare(model: PreTrainedModel, config: ModelConfig) -> LoadedModel:
     longest = longest_sequence(model, config.max_model_len)
     borders = [*windows, *_lengths_of(model)]
     expected = check.expect(model, borders, longest)
-    coarse = config.activations == "int8" and in_blocks(model)
+    rounded = config.activations if in_blocks(model) else None
     loaded = adopt_model(model, config)
     pool = check.make_pool(expected)
     runner = loaded.make_runner(pool.num_pages, pool.page_size)
-    return replace(loaded, checked=check.compare(expected, runner, pool, coarse=coarse))
+    return replace(loaded, checked=check.compare(expected, runner, pool, rounded=rounded))
 
 
 def _lengths_of(model: PreTrainedModel) -> list[int]:

@@ -53,6 +53,9 @@ class GgufTensors:
 
     def values(self, name: str) -> torch.Tensor:
         """See `Tensors`."""
+        blocks = self.blocks(name)
+        if blocks is not None:
+            return blocks.dequantize()
         return self._in_order(name, self._file.values(self._own[name]))
 
     def blocks(self, name: str) -> QuantizedWeight | None:

@@ -87,11 +87,8 @@ def pack_blocks(data: torch.Tensor, kind: str) -> torch.Tensor:
     Returns:
         uint8 [outputs / 32, inputs / 32, bytes]: each with the weights of 32 outputs and 32
         inputs, then their scales and minimums. Missing outputs are zeros.
-
-    Raises:
-        ValueError: a scale is no finite number.
     """
-    return _pack(_read(pad_rows(data), kind), FORMS[kind])
+    return _pack(_KINDS[kind](pad_rows(data)), FORMS[kind])
 
 
 def pack_mixed(
@@ -107,17 +104,9 @@ def pack_mixed(
     Returns:
         The form, and the matrix as `pack_blocks` gives it.
     """
-    every = [_anything(_read(weight.data, weight.kind), FORMS[weight.kind]) for weight in weights]
+    every = [_anything(_KINDS[weight.kind](weight.data), FORMS[weight.kind]) for weight in weights]
     q, scale, minimum = (pad_rows(order(list(parts))) for parts in zip(*every, strict=True))
     return ANYTHING, _pack(_Parts(q, scale, minimum), ANYTHING)
-
-
-def _read(data: torch.Tensor, kind: str) -> _Parts:
-    parts = _KINDS[kind](data)
-    for name, found in (("scale", parts.scale), ("minimum", parts.minimum)):
-        if found is not None and not found.isfinite().all():
-            raise ValueError(f"a {name} in blocks of {kind} is no finite number: a damaged file?")
-    return parts
 
 
 def _anything(parts: _Parts, form: Form) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

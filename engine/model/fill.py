@@ -16,6 +16,8 @@ from accelerate import init_empty_weights
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedModel
 
+from engine.cache import huge_pages
+from engine.model.fewbit import FORMS
 from engine.model.quantized import (
     QuantizedEmbedding,
     QuantizedLinear,
@@ -24,7 +26,7 @@ from engine.model.quantized import (
 )
 
 #: Kinds of blocks that are multiplied as they are. Others become floats when they are read.
-KEPT = frozenset({"Q4_0", "Q4_1", "Q8_0", "Q4_K", "Q6_K"})
+KEPT = frozenset(FORMS)
 
 #: What weights are rounded to, by the setting: (linear layers, embedding and output layer). The
 #: latter two decide every token alone, and take few operations for what they hold.
@@ -104,10 +106,18 @@ def fill(model: PreTrainedModel, tensors: Tensors, dtype: torch.dtype, keep: str
             _replace(model, path, module, weight, tensors, dtype)
             continue
         for name in names:
-            values = tensors.values(name).to(dtype)
+            values = _in_dtype(tensors.values(name), dtype)
             _set(model, name, nn.Parameter(values, requires_grad=False))
     for name, source in _tied(model).items():
         _tie(model, name.removesuffix(".weight"), source.removesuffix(".weight"))
+
+
+def _in_dtype(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Numbers in `dtype`, in memory of their own if they have to be made: what lies in the heap
+    stays the process's when it is freed, and weights are freed as they are packed."""
+    if values.dtype is dtype:
+        return values
+    return huge_pages.empty(values.shape, dtype).copy_(values)
 
 
 def _blocks(tensors: Tensors, name: str, keep: str, end: bool) -> QuantizedWeight | None:

@@ -18,6 +18,7 @@ from engine.model.attention.base import AttentionBackend
 from engine.model.attention.cpu import DTYPES as CPU_DTYPES
 from engine.model.attention.cpu import MAX_GROUP, CpuAttention
 from engine.model.attention.reference import ReferenceAttention
+from engine.model.cuda.weights import CudaDecoder, why_not_cuda
 from engine.model.invariant import make_invariant
 from engine.model.inventory import describe_weights
 from engine.model.linear import can_pack, has_native_bfloat16
@@ -122,17 +123,20 @@ def adopt_model(model: PreTrainedModel, config: ModelConfig) -> LoadedModel:
     facts = (model.device, text.vocab_size, limit, _eos_token_ids(model))
     make_loaded = partial(LoadedModel, weights=describe_weights(model))
     if config.runner in ("auto", "native"):
-        decoder = _native_decoder(model, limit, needs, required=config.runner == "native")
+        decoder = _native_decoder(model, limit, needs, config)
         if decoder is not None:
             native = partial(NativeRunner, decoder)
             return make_loaded(native, "native", decoder.shape, *facts, embed=decoder.embed)
     if config.runner in ("auto", "cuda"):
         found = _cuda_runner(model, config, limit, needs)
         if found is not None:
-            make_runner, reserve, shape = found
-            return make_loaded(make_runner, "cuda", shape, *facts, reserve=reserve)
+            on_gpu, make_runner, reserve = found
+            embed = on_gpu.embed
+            return make_loaded(
+                make_runner, "cuda", on_gpu.shape, *facts, reserve=reserve, embed=embed
+            )
     backend = _choose_attention(config.runner, model, needs[0], limit)
-    _make_invariant(model)
+    _make_invariant(model, config.activations)
     name = "reference" if isinstance(backend, ReferenceAttention) else "torch"
     shape = cache_shape(model, needs)
     make = partial(ModelRunner, model, backend, shape)
@@ -174,16 +178,17 @@ def choose_weights(name: str, device: torch.device) -> str:
 
 
 def _native_decoder(
-    model: PreTrainedModel, max_model_len: int, needs: Sequence[LayerNeeds], *, required: bool
+    model: PreTrainedModel, max_model_len: int, needs: Sequence[LayerNeeds], config: ModelConfig
 ) -> NativeDecoder | None:
     """The model's weights repacked for the native decoder, or None if it cannot run there."""
     reason = why_not_native(model)
     if reason is None:
         try:
-            return NativeDecoder(model, max_model_len, [layer.window for layer in needs])
+            windows = [layer.window for layer in needs]
+            return NativeDecoder(model, max_model_len, windows, config.activations)
         except NativeUnavailable as error:
             reason = str(error)
-    if required:
+    if config.runner == "native":
         raise ConfigurationError(f"runner is native, but {reason}; use auto.")
     logger.info("the native runner does not apply: %s", reason)
     return None
@@ -191,25 +196,23 @@ def _native_decoder(
 
 def _cuda_runner(
     model: PreTrainedModel, config: ModelConfig, max_model_len: int, needs: Sequence[LayerNeeds]
-) -> tuple[Callable[[int, int], Runner], Callable[[int, int], int], CacheShape] | None:
-    """What makes a runner on a GPU's own kernels, what it takes, and what it stores; None if the
-    model cannot run there. On a CPU the kernels are interpreted, for those who ask by name."""
+) -> tuple[CudaDecoder, Callable[[int, int], Runner], Callable[[int, int], int]] | None:
+    """The weights for a GPU's own kernels, what makes a runner of them, and what it takes; None
+    if the model cannot run there. On a CPU the kernels are interpreted, for those who ask by
+    name."""
     required = config.runner == "cuda"
     if not required and model.device.type != "cuda":
         return None
-    # Only here: Triton is no part of a server on CPUs.
-    from engine.model.cuda.weights import CudaDecoder, why_not_cuda
-
     reason = why_not_cuda(model)
     if reason is None:
-        try:
+        try:  # only here: Triton is no part of a server on CPUs
             from engine.model.cuda.runner import CudaRunner, runner_bytes
         except ImportError as error:
             reason = str(error)
         else:
             decoder = CudaDecoder(model, max_model_len, [layer.window for layer in needs])
             make_runner = partial(CudaRunner, decoder, config.numerics)
-            return make_runner, partial(runner_bytes, decoder, config.numerics), decoder.shape
+            return decoder, make_runner, partial(runner_bytes, decoder, config.numerics)
     if required:
         raise ConfigurationError(f"runner is cuda, but {reason}; use auto.")
     logger.warning("the cuda runner does not apply: %s", reason)
@@ -235,12 +238,12 @@ def _choose_attention(
     return ReferenceAttention()
 
 
-def _make_invariant(model: PreTrainedModel) -> None:
+def _make_invariant(model: PreTrainedModel, activations: str) -> None:
     """Our own matrix kernel for all layers, where there is one; elsewhere torch's products stay,
     and the self-test at start tells how far their rows depend on each other."""
     if can_pack(model.dtype, model.device):
         try:
-            make_invariant(model)
+            make_invariant(model, activations)
         except NativeUnavailable as error:
             logger.warning("linear layers stay torch's, rows may depend on the batch: %s", error)
 

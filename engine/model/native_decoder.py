@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -28,7 +27,6 @@ from engine.model.linear import give_back
 from engine.model.matrices import Matrices, Matrix, Order, is_fewbit
 from engine.model.native import check_layouts, fields, load_kernels
 from engine.model.packing import BLOCK, alternate, alternate_halves, pad_rows
-from engine.model.quantized import QuantizedEmbedding
 
 _MAX_GROUP = 16  # query heads per key/value head (`kTileRows`)
 
@@ -121,7 +119,6 @@ class NativeDecoder:
 
     Raises:
         NativeUnavailable: the kernels cannot be compiled here.
-        ValueError: a weight in few bits is damaged.
     """
 
     def __init__(
@@ -136,6 +133,9 @@ class NativeDecoder:
         self._kernel = library.specserve_decode
         self._kernel.argtypes = [ctypes.POINTER(_Decoder), ctypes.POINTER(Step)]
         self._kernel.restype = None
+        self._widen = library.specserve_embed
+        self._widen.argtypes = [ctypes.POINTER(_Decoder), *[ctypes.c_void_p] * 3]
+        self._widen.restype = None
         self._kept: list[torch.Tensor] = []  # what the kernel's pointers point to
         self._arena = Arena()
         self.dtype = model.dtype
@@ -152,11 +152,49 @@ class NativeDecoder:
         # Norms of single heads come before rotation, and need all of a head.
         self._paired = self.head_size % BLOCK == 0 and not hasattr(attention, "q_norm")
         self._layers = (_Layer * len(body.layers))(*map(self._layer, body.layers, windows))
+        self._decoder = self._whole(model, max_model_len)
+        give_back(model)
+
+    @property
+    def shape(self) -> CacheShape:
+        """What it stores per token in a K/V cache."""
+        return CacheShape(len(self._layers), self.groups, self.head_size, self.dtype)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all weights and tables."""
+        return sum(t.numel() * t.element_size() for t in self._kept)
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """The embeddings of int64 ids [...]: [..., hidden] in the model's dtype."""
+        if self._embedding is not None:
+            return nn.functional.embedding(ids, self._embedding)
+        ids, rows = ids.contiguous(), torch.empty(*ids.shape, self.hidden)
+        pointers = ids.data_ptr(), ids.numel(), rows.data_ptr()
+        self._widen(ctypes.byref(self._decoder), *pointers)
+        return rows.to(self.dtype)
+
+    def bind(self, store: KVStore) -> Callable[[Step], None]:
+        """A function that runs one pass with `store` as the cache; stores may be many."""
+        layers = type(self._layers)(*self._layers)
+        for layer, keys, values in zip(layers, store.keys, store.values, strict=True):
+            layer.key_cache, layer.value_cache = keys.data_ptr(), values.data_ptr()
+        decoder = _Decoder.from_buffer_copy(self._decoder)
+        decoder.layers = layers
+
+        def run(step: Step) -> None:
+            self._kernel(ctypes.byref(decoder), ctypes.byref(step))
+
+        return run
+
+    def _whole(self, model: PreTrainedModel, max_model_len: int) -> _Decoder:
+        """Everything that is no layer, and where the layers are."""
+        body, attention = model.model, model.model.layers[0].self_attn
         positions = torch.arange(max_model_len).unsqueeze(0)
         cosines, sines = body.rotary_emb(torch.zeros(1, dtype=torch.float32), positions)
         table, head = self._tables(body.embed_tokens, model.lm_head)
-        self._embed = self._rows_of(body.embed_tokens)
-        self._decoder = _Decoder(
+        self._embedding = None if table.pieces[0].form else self._kept[-1]
+        return _Decoder(
             layers=self._layers,
             embedding=table.pieces[0].packed,
             final_norm=self._keep(body.norm.weight.detach().float()),
@@ -177,34 +215,6 @@ class NativeDecoder:
             planes=self.planes,
             embedding_form=table.pieces[0].form,
         )
-        give_back(model)
-
-    @property
-    def shape(self) -> CacheShape:
-        """What it stores per token in a K/V cache."""
-        return CacheShape(len(self._layers), self.groups, self.head_size, self.dtype)
-
-    @property
-    def num_bytes(self) -> int:
-        """Memory of all weights and tables."""
-        return sum(t.numel() * t.element_size() for t in self._kept)
-
-    def embed(self, ids: torch.Tensor) -> torch.Tensor:
-        """The embeddings of int64 ids [...]: [..., hidden] in the weights' type."""
-        return self._embed(ids)
-
-    def bind(self, store: KVStore) -> Callable[[Step], None]:
-        """A function that runs one pass with `store` as the cache; stores may be many."""
-        layers = type(self._layers)(*self._layers)
-        for layer, keys, values in zip(layers, store.keys, store.values, strict=True):
-            layer.key_cache, layer.value_cache = keys.data_ptr(), values.data_ptr()
-        decoder = _Decoder.from_buffer_copy(self._decoder)
-        decoder.layers = layers
-
-        def run(step: Step) -> None:
-            self._kernel(ctypes.byref(decoder), ctypes.byref(step))
-
-        return run
 
     def _layer(self, layer: Any, window: int) -> _Layer:
         attention, mlp = layer.self_attn, layer.mlp
@@ -232,14 +242,7 @@ class NativeDecoder:
         """Embedding and output layer; blocks that both share are packed once."""
         head = self._matrices.single(output)
         tied = is_fewbit(output) and output.weight is embedding.weight
-        return head if tied else self._matrices.table(embedding), head
-
-    def _rows_of(self, embedding: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Ids -> embeddings; right after `_tables`. Blocks are read where they came from, which may
-        be a file."""
-        if isinstance(embedding, QuantizedEmbedding):
-            return QuantizedEmbedding(embedding.weight, self.dtype)
-        return partial(nn.functional.embedding, weight=self._kept[-1])
+        return head if tied else self._matrices.table(embedding), head  # the table is kept last
 
     def _orders(self) -> list[Order]:
         """How the kernel wants what belongs to queries, keys and values."""

@@ -16,8 +16,13 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize, quantize
 from torch import nn
 
+from engine.cache import huge_pages
+
 #: Rows that are computed at a time, so that what lies between two operations stays in the cache.
 _CHUNK = 128
+
+#: Numbers from which on a matrix is worth memory of its own.
+_LARGE = 2**16
 
 _shapes_only: ContextVar[bool] = ContextVar("shapes_only", default=False)
 
@@ -49,7 +54,10 @@ class QuantizedWeight:
 
     def dequantize(self) -> torch.Tensor:
         """float32 [outputs, inputs], as the gguf package computes it."""
-        values = torch.empty(self.outputs, self.inputs)
+        # Matrices get memory of their own, which goes back to the system when they are freed.
+        large = self.outputs * self.inputs >= _LARGE
+        size = (self.outputs, self.inputs)
+        values = huge_pages.empty(size, torch.float32) if large else torch.empty(size)
         for start in range(0, self.outputs, _CHUNK):
             blocks = self.data[start : start + _CHUNK].numpy()
             rows = dequantize(blocks, GGMLQuantizationType[self.kind])

@@ -6,6 +6,7 @@ something that the model then does not do. Both are refused by name.
 
 from __future__ import annotations
 
+import json
 import logging
 import re
 from collections.abc import Callable, Collection
@@ -56,18 +57,35 @@ def read_model(directory: Path, dtype: torch.dtype, keep: str = "float") -> PreT
         fill.fill(model, tensors, dtype, keep)
         tensors.finish(model)
         return model
-    if keep not in fill.ROUNDED:
+    rounded = keep in fill.ROUNDED
+    if not rounded and not _is_plain(directory):
         return _read_by_transformers(directory, dtype)
     model = _explained(directory, fill.make_empty, dtype)
     if type(model).__name__ not in PLAIN:
+        if not rounded:
+            return _read_by_transformers(directory, dtype)
         raise ModelNotSupported(
             f"weights is {keep}, but {type(model).__name__} is none of {', '.join(PLAIN)}; "
             "use auto."
         )
     stored = _explained(directory, SafeTensors)
-    _check(directory, fill.compare(model, stored))
+    misfits = fill.compare(model, stored)
+    if not rounded and any(misfits.values()):
+        return _read_by_transformers(directory, dtype)  # it knows more names
+    _check(directory, misfits)
     fill.fill(model, stored, dtype, keep)
     return model
+
+
+def _is_plain(directory: Path) -> bool:
+    """Whether a configuration names one of the families in `PLAIN`, and nothing that changes how
+    its weights are to be read."""
+    try:
+        config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
+        named = config.get("architectures") or [None]
+        return named[0] in PLAIN and "quantization_config" not in config
+    except (OSError, ValueError, AttributeError):
+        return False
 
 
 def _explained(directory: Path, function: Callable[..., Any], *more: Any) -> Any:

@@ -17,6 +17,7 @@ from server.api.generation import Generation
 from server.api.logprobs import LogprobWriter
 from server.api.respond import new_id, respond
 from server.api.schemas import ChatCompletionRequest
+from server.api.tools import ToolText, whole_calls
 from server.api.trace import write_trace
 from server.api.translate import chat_job
 from server.text.choice import Delta
@@ -56,6 +57,8 @@ class ChatAnswer:
         self._codec = codec
         self._body = body
         self._generation = generation
+        use = generation.job.tools
+        self._tools = [ToolText(use) for _ in generation.choices] if use is not None else []
         self._writer = LogprobWriter(
             codec, body.top_logprobs or 0, as_ids=bool(body.return_tokens_as_token_ids)
         )
@@ -70,9 +73,10 @@ class ChatAnswer:
         return choices
 
     def chunk(self, number: int, delta: Delta) -> list[dict[str, Any]]:
-        with_tokens = self._body.logprobs or self._body.return_token_ids or delta.pieces
+        if self._tools:
+            return self._tool_chunks(number, delta)
         chunks = []
-        if delta.text or (with_tokens and delta.token_ids):
+        if delta.text or (delta.token_ids and self._wants_tokens(delta)):
             choice = _bare(number, "delta", {"content": delta.text}, None)
             chunks.append(self._with_tokens(choice, delta))
         if delta.finish_reason is not None:
@@ -85,8 +89,8 @@ class ChatAnswer:
         choices = []
         for number, parts in enumerate(deltas):
             delta = join(parts)
-            message = {"role": "assistant", "content": delta.text, "refusal": None}
-            choice = _bare(number, "message", message, delta.finish_reason)
+            message, reason = self._message(number, delta)
+            choice = _bare(number, "message", message, reason)
             choice["stop_reason"] = delta.stop_reason
             choices.append(self._with_tokens(choice, delta))
         result: dict[str, Any] = {"object": "chat.completion", "choices": choices}
@@ -97,6 +101,41 @@ class ChatAnswer:
             result["prompt_logprobs"] = self._writer.prompt(entries, self._body.prompt_logprobs)
         return result
 
+    def _message(self, number: int, delta: Delta) -> tuple[dict[str, Any], str | None]:
+        """A whole answer as a message, and why it ended."""
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": delta.text,
+            "refusal": None,
+        }
+        if not self._tools:
+            return message, delta.finish_reason
+        content, calls = self._tools[number].push(delta.text, last=True)
+        if not calls:
+            return message, delta.finish_reason
+        message |= {"content": content or None, "tool_calls": whole_calls(calls)}
+        return message, _reason(delta, called=True)
+
+    def _tool_chunks(self, number: int, delta: Delta) -> list[dict[str, Any]]:
+        """A delta's text and calls; its tokens go with the first of its chunks."""
+        last = delta.finish_reason is not None
+        content, calls = self._tools[number].push(delta.text, last=last)
+        parts: list[dict[str, Any]] = [{"content": content}] if content else []
+        parts += [{"tool_calls": [call]} for call in calls]
+        if not parts and delta.token_ids and self._wants_tokens(delta):
+            parts = [{}]
+        chunks = [_bare(number, "delta", part, None) for part in parts]
+        if chunks:
+            self._with_tokens(chunks[0], delta)
+        if last:
+            reason = _reason(delta, called=self._tools[number].called)
+            chunks.append({**_bare(number, "delta", {}, reason), "stop_reason": delta.stop_reason})
+        return chunks
+
+    def _wants_tokens(self, delta: Delta) -> bool:
+        """Whether tokens without text are worth a chunk."""
+        return bool(self._body.logprobs or self._body.return_token_ids or delta.pieces)
+
     def _with_tokens(self, choice: dict[str, Any], delta: Delta) -> dict[str, Any]:
         if self._body.logprobs:
             choice["logprobs"] = self._writer.chat(delta)
@@ -105,6 +144,10 @@ class ChatAnswer:
         if self._body.return_token_ids:
             choice["token_ids"] = list(delta.token_ids)
         return choice
+
+
+def _reason(delta: Delta, *, called: bool) -> str | None:
+    return "tool_calls" if called and delta.finish_reason == "stop" else delta.finish_reason
 
 
 def _bare(

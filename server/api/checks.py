@@ -9,7 +9,7 @@ from typing import Any
 from engine.errors import InvalidRequest
 from server.api.context import ServerContext
 from server.api.errors import ApiError, quote
-from server.api.messages import ChatMessage, TextPart
+from server.api.messages import TextPart
 from server.api.options import ServerOptions
 from server.api.schemas import GenerationRequest, TemplateOptions
 from server.api.unsupported import UNSUPPORTED
@@ -89,18 +89,6 @@ def is_token_ids(prompt: Sequence[Any]) -> bool:
 
 def joined(content: str | Sequence[TextPart]) -> str:
     return content if isinstance(content, str) else "\n".join(part.text for part in content)
-
-
-def plain_messages(messages: Sequence[ChatMessage]) -> list[dict[str, str]]:
-    """Messages as templates expect them: text content, and no role of newer invention."""
-    result = []
-    for message in messages:
-        role = "system" if message.role == "developer" else message.role
-        plain = {"role": role, "content": joined(message.content)}
-        if message.name is not None:
-            plain["name"] = message.name
-        result.append(plain)
-    return result
 
 
 def template_variables(body: TemplateOptions) -> dict[str, Any]:

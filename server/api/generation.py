@@ -24,6 +24,7 @@ from server.api.callers import Caller
 from server.api.context import ServerContext
 from server.api.errors import ApiError, to_api_error
 from server.api.patience import Patience
+from server.api.tools import ToolUse
 from server.text.choice import ChoiceText, Delta, TextRules
 from server.text.codec import TextCodec
 
@@ -36,11 +37,13 @@ class Job:
         requests: one engine request per prompt; all with the same number of samples.
         rules: how tokens become text.
         prompt_texts: per prompt its text, if the caller sent text.
+        tools: how its answers call tools, if they may.
     """
 
     requests: tuple[Request, ...]
     rules: TextRules
     prompt_texts: tuple[str | None, ...]
+    tools: ToolUse | None = None
 
     @property
     def samples(self) -> int:

@@ -1,15 +1,16 @@
-"""Messages of a conversation as callers send them: text only, refused in one plain sentence."""
+"""Messages of a conversation as callers send them: text and tool calls, refused in one plain
+sentence."""
 
 from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator
+from pydantic import BaseModel, ConfigDict, Field, PlainValidator, model_validator
 
 from server.api.errors import quote
 
-Role = Literal["developer", "system", "user", "assistant"]
-_ROLES = ("developer", "system", "user", "assistant")
+Role = Literal["developer", "system", "user", "assistant", "tool"]
+_ROLES = ("developer", "system", "user", "assistant", "tool")
 
 #: Parts that OpenAI's API knows beside text, and what a person calls them.
 _MEDIA = {
@@ -38,7 +39,8 @@ def _check_role(value: Any) -> Any:
     if not isinstance(value, str) or value not in _ROLES:
         shown = quote(value) if isinstance(value, str) else "no string"
         raise ValueError(
-            f"the role is {shown}, but it must be one of developer, system, user and assistant"
+            f"the role is {shown}, but it must be one of developer, system, user, assistant "
+            "and tool"
         )
     return value
 
@@ -68,15 +70,65 @@ Content = Annotated[
 ]
 
 
-class ChatMessage(BaseModel):
-    """One message. Tools and media are not supported."""
+class CalledFunction(BaseModel):
+    """What was called, with arguments as the model wrote them."""
 
     model_config = ConfigDict(strict=True)
 
+    name: Annotated[str, Field(min_length=1)]
+    arguments: str
+
+
+class ToolCall(BaseModel):
+    """A call that an assistant made before."""
+
+    model_config = ConfigDict(strict=True)
+
+    id: Annotated[str, Field(min_length=1)]
+    type: Literal["function"]
+    function: CalledFunction
+
+
+def _check_message(value: Any) -> Any:
+    """Rules between a message's fields."""
+    if not isinstance(value, dict):
+        return value
+    role, calls = value.get("role"), value.get("tool_calls")
+    if calls and role != "assistant":
+        raise ValueError("only messages of the assistant have tool_calls")
+    if role == "tool" and not isinstance(value.get("tool_call_id"), str):
+        raise ValueError("a message of a tool needs tool_call_id, the call that it answers")
+    if value.get("content") is None and not calls:
+        raise ValueError("content is missing; only a message with tool_calls may go without")
+    return value
+
+
+def _describe_message(schema: dict[str, Any]) -> None:
+    """The same rules, for the OpenAPI document."""
+    calls = {"required": ["tool_calls"], "properties": {"tool_calls": {"minItems": 1, "type": "array"}}}  # fmt: skip  # noqa: E501
+    speaks = {"required": ["content"], "properties": {"content": {"not": {"type": "null"}}}}
+    tool = {"properties": {"role": {"const": "tool"}}}
+    assistant = {"properties": {"role": {"const": "assistant"}}}
+    named = {"required": ["tool_call_id"], "properties": {"tool_call_id": {"type": "string"}}}
+    schema["allOf"] = [
+        {"anyOf": [speaks, calls]},
+        {"if": calls, "then": assistant},
+        {"if": tool, "then": named},
+    ]
+
+
+class ChatMessage(BaseModel):
+    """One message. Media are not supported."""
+
+    model_config = ConfigDict(strict=True, json_schema_extra=_describe_message)
+
+    _rules = model_validator(mode="before")(_check_message)
+
     role: Annotated[Role, PlainValidator(_check_role, json_schema_input_type=Role)]
-    content: Content
+    content: Content | None = None
     name: str | None = None
-    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(max_length=128)] | None = None
+    tool_call_id: str | None = None
     function_call: None = None
     audio: None = None
 

@@ -10,8 +10,9 @@ from starlette.responses import JSONResponse, Response
 from typing_extensions import TypedDict
 
 from server.api.body import StrictRoute
-from server.api.checks import check_model, plain_messages, require, template_variables
+from server.api.checks import check_model, require, template_variables
 from server.api.context import ServerContext
+from server.api.conversation import check_tools
 from server.api.errors import ApiError
 from server.api.lengths import check_texts
 from server.api.sampling import check_token_ids
@@ -159,7 +160,7 @@ async def _text_to_tokenize(codec: TextCodec, body: TokenizeRequest) -> tuple[st
     [field] = fields
     if body.messages is not None:
         text = await codec.write_chat(
-            plain_messages(body.messages),
+            check_tools(body.messages, codec.template),
             add_generation_prompt=body.add_generation_prompt is not False,
             variables=variables,
         )

@@ -38,6 +38,8 @@ class ServerOptions:
         ui: whether there is a page at /.
         allow_control_tokens: whether control tokens that are spelled out in the messages of a
             chat act as such; else they are text.
+        tool_format: how the model writes tool calls, a name in `server.text.calls.FORMATS`; None =
+            as its chat template tells.
     """
 
     max_body_bytes: int = 8 * 1024 * 1024
@@ -65,3 +67,4 @@ class ServerOptions:
     allow_trace: bool = True
     ui: bool = True
     allow_control_tokens: bool = False
+    tool_format: str | None = None

@@ -6,10 +6,11 @@ import re
 from collections.abc import Sequence
 
 from engine.errors import InvalidRequest
+from engine.grammar import Grammar
 from engine.types import EngineInfo, SamplingParams
 from server.api.checks import require
 from server.api.context import ServerContext
-from server.api.errors import quote
+from server.api.errors import ApiError, quote
 from server.api.formats import grammar_source
 from server.api.lengths import Count
 from server.api.options import ServerOptions
@@ -20,11 +21,19 @@ _TOKEN_KEY = re.compile(r"0|[1-9][0-9]{0,9}")  # one spelling, so that no id com
 
 
 async def sampling_params(
-    context: ServerContext, codec: TextCodec, body: GenerationRequest, count: Count
+    context: ServerContext,
+    codec: TextCodec,
+    body: GenerationRequest,
+    count: Count,
+    grammar: Grammar | None = None,
 ) -> SamplingParams:
     """What a request says on how tokens are drawn; `max_tokens` is as the caller wrote it.
 
+    Args:
+        grammar: that the request's tools ask for.
+
     Raises:
+        ApiError: tools and another field both bind the answer.
         InvalidRequest: a value is out of its range.
     """
     info, options = context.engine.info, context.options
@@ -34,7 +43,7 @@ async def sampling_params(
             _few(options, name, len(ids))
         check_token_ids(ids or (), info, name)
     allowed = body.allowed_token_ids
-    source = grammar_source(body)
+    grammar = await _grammar(codec, body, info, grammar)
     given = {
         name: value
         for name in (
@@ -48,9 +57,6 @@ async def sampling_params(
         )
         if (value := getattr(body, name)) is not None
     }
-    grammar = None
-    if source is not None:
-        grammar = await codec.grammars.compile(source, info.eos_token_ids)
     try:
         return SamplingParams(
             **given,
@@ -72,6 +78,19 @@ async def sampling_params(
             raise
         message = str(error).replace("max_tokens", count.field, 1)
         raise InvalidRequest(message, count.field) from None
+
+
+async def _grammar(
+    codec: TextCodec, body: GenerationRequest, info: EngineInfo, of_tools: Grammar | None
+) -> Grammar | None:
+    """What the answer must match."""
+    source = grammar_source(body)
+    if source is None:
+        return of_tools
+    if of_tools is not None:
+        name = source.param
+        raise ApiError(400, f"{name} cannot be had with tools that must be called.", param=name)
+    return await codec.grammars.compile(source, info.eos_token_ids)
 
 
 def _logit_bias(

@@ -24,6 +24,7 @@ from server.api.shapes import (
     Words,
     one_of,
 )
+from server.api.tools import ToolFields
 from server.api.unsupported import describe_unsupported
 
 Prompt = str | list[str] | list[int] | list[list[int]]
@@ -167,7 +168,7 @@ class TemplateOptions(BaseModel):
     )
 
 
-class ChatCompletionRequest(TemplateOptions, GenerationRequest):
+class ChatCompletionRequest(TemplateOptions, ToolFields, GenerationRequest):
     """POST /v1/chat/completions."""
 
     messages: Messages

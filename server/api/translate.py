@@ -19,16 +19,17 @@ from server.api.checks import (
     is_token_ids,
     joined,
     largest,
-    plain_messages,
     require,
     template_variables,
 )
 from server.api.context import ServerContext
+from server.api.conversation import check_tools, tools_of
 from server.api.errors import ApiError, quote
 from server.api.generation import Job
 from server.api.lengths import Count, check_texts, max_tokens, truncated
 from server.api.sampling import check_token_ids, sampling_params
 from server.api.schemas import ChatCompletionRequest, CompletionRequest, GenerationRequest
+from server.api.tools import ToolUse, tool_use
 from server.text.choice import TextRules
 from server.text.codec import TextCodec
 
@@ -106,12 +107,14 @@ async def chat_job(context: ServerContext, codec: TextCodec, body: ChatCompletio
             "continue_final_message and add_generation_prompt exclude each other.",
             param="continue_final_message",
         )
-    wishes = await _wishes(context, codec, body, count)
+    use = await tool_use(codec, body, context.engine.info, options.tool_format)
+    wishes = await _wishes(context, codec, body, count, use)
     text = await codec.write_chat(
-        plain_messages(body.messages),
+        check_tools(body.messages, codec.template),
         add_generation_prompt=body.add_generation_prompt is not False and not continued,
         continue_final_message=continued,
         variables=template_variables(body),
+        tools=tools_of(body),
     )
     check_texts([text], codec, context.engine.info, "messages")
     # The template has written the special tokens already.
@@ -129,20 +132,29 @@ class _Wishes:
     sampling: SamplingParams
     speculation: SpeculationParams
     rules: TextRules
+    tools: ToolUse | None = None
 
 
 async def _wishes(
-    context: ServerContext, codec: TextCodec, body: GenerationRequest, count: Count
+    context: ServerContext,
+    codec: TextCodec,
+    body: GenerationRequest,
+    count: Count,
+    use: ToolUse | None = None,
 ) -> _Wishes:
     """What is quick to check, before prompts are tokenised."""
     check_stop(context.options, body)
-    sampling = await sampling_params(context, codec, body, count)
+    grammar = None if use is None else use.grammar
+    sampling = await sampling_params(context, codec, body, count, grammar)
     return _Wishes(
         sampling=sampling,
         speculation=await _speculation(
             codec, body, context.engine.info, context.options.allow_trace
         ),
-        rules=_text_rules(body, sampling, context.engine.info),
+        rules=_text_rules(
+            body, sampling, context.engine.info, keep_control=_calls_by_control(codec, use)
+        ),
+        tools=use,
     )
 
 
@@ -178,16 +190,24 @@ def _job(
         requests=tuple(requests),
         rules=wishes.rules,
         prompt_texts=tuple(texts) if whole else (None,) * len(requests),
+        tools=wishes.tools,
     )
 
 
-def _text_rules(body: GenerationRequest, sampling: SamplingParams, info: EngineInfo) -> TextRules:
+def _calls_by_control(codec: TextCodec, use: ToolUse | None) -> bool:
+    """Whether calls begin with a control token, which has to be read then."""
+    return use is not None and use.form.begin.strip() in codec.special_ids
+
+
+def _text_rules(
+    body: GenerationRequest, sampling: SamplingParams, info: EngineInfo, *, keep_control: bool
+) -> TextRules:
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
     named = frozenset(body.stop_token_ids or ())
     return TextRules(
         stop=tuple(dict.fromkeys(stop)),
         include_stop=bool(body.include_stop_str_in_output),
-        skip_special_tokens=body.skip_special_tokens is not False,
+        skip_special_tokens=body.skip_special_tokens is not False and not keep_control,
         min_tokens=body.min_tokens or 0,
         terminators=named | info.eos_token_ids if sampling.ends_at_eos else named,
         stop_token_ids=named,

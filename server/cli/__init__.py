@@ -1,4 +1,5 @@
-"""The `specserve` command: serve, generate, pull, audit, plan, doctor.
+"""The `specserve` command: serve, generate, pull, audit, plan, train-drafter,
+doctor.
 
 Exit codes: 0 done, 1 the engine died, a request failed or an audit found a fault, 2 a mistake
 in the command, the settings or the model, 130 and 143 interrupted.

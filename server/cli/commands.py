@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from server import logs
-from server.cli import audit, plan
+from server.cli import audit, plan, train
 from server.cli.console import Console, LogConsole
 from server.cli.listen import bind
 from server.cli.settings import Settings
@@ -77,6 +77,17 @@ def run_audit(options: argparse.Namespace, settings: Settings) -> int:
 def run_plan(options: argparse.Namespace, _: Settings) -> int:
     """Works out from a few numbers when speculation pays."""
     return plan.run(options)
+
+
+def run_train(options: argparse.Namespace, settings: Settings) -> int:
+    """Makes a drafter for a model."""
+    _set_up_logging(settings, least=logging.WARNING)
+    with Console() as console:
+        from engine.model import sources
+
+        target = sources.resolve(options.target, report=console.say, progress=console.progress)
+    _hide_progress_bars()
+    return train.run(options, target)
 
 
 def run_doctor(_: argparse.Namespace, settings: Settings) -> int:

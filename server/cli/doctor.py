@@ -59,6 +59,8 @@ def _machine(settings: Settings) -> Iterator[Finding]:
         return
     native = "yes" if _engine("linear").has_native_bfloat16() else "no"
     yield "device", f"{device} ({platform.machine()})", False
+    for name, found, bad in _engine("cuda.machine").look(device):
+        yield name, found, bad and settings.runner == "cuda"
     yield "dtype", f"{dtype} (bfloat16 native to the CPU: {native})", False
     cores = _engine("cores").find_cores()
     yield "cores", str(cores), False

@@ -10,7 +10,7 @@ from typing import Any, Literal, NoReturn, get_args, get_origin
 from pydantic.fields import FieldInfo
 
 from engine.errors import ConfigurationError
-from server.cli import audit, plan
+from server.cli import audit, plan, train
 from server.cli.commands import (
     run_audit,
     run_doctor,
@@ -18,6 +18,7 @@ from server.cli.commands import (
     run_plan,
     run_pull,
     run_serve,
+    run_train,
 )
 from server.cli.configure import flag_of
 from server.cli.settings import Settings
@@ -74,6 +75,11 @@ def make_parser() -> argparse.ArgumentParser:
             run_plan,
             "work out when speculation pays, without a model",
             bare=True,
+        )
+    )
+    train.add_arguments(
+        _add_command(
+            commands, "train-drafter", run_train, "make a drafter for any model", bare=True
         )
     )
     _add_command(

@@ -24,7 +24,8 @@ from prometheus_client import (
 
 from engine.stats import AuditStats, StepStats
 from engine.types import EngineInfo, SamplingParams, SequenceStats
-from server.metrics.steps import Instruments, StepMetrics
+from server.metrics.instruments import Instruments
+from server.metrics.steps import StepMetrics
 
 _SECONDS = (
     0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client import Gauge
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -16,43 +16,13 @@ from prometheus_client.registry import Collector
 
 from engine.stats import SpeculationReport, StepStats
 from engine.types import EngineInfo
+from server.metrics.instruments import Instruments
 from server.metrics.weights import WeightsMetrics
 
 _STEP_SECONDS = (0.0001, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
 _STEP_TOKENS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
 
 _MODEL = "model_name"
-
-
-class Instruments:
-    """Makes metrics that carry the served model's name.
-
-    Args:
-        registry: where they are registered.
-        model_name: the only value of their `model_name` label.
-    """
-
-    def __init__(self, registry: CollectorRegistry, model_name: str) -> None:
-        self.registry = registry
-        self.model_name = model_name
-
-    def counter(self, name: str, text: str) -> Counter:
-        """A counter; `name` without its ``_total``."""
-        return Counter(name, text, [_MODEL], registry=self.registry).labels(self.model_name)
-
-    def gauge(self, name: str, text: str) -> Gauge:
-        """A gauge."""
-        return Gauge(name, text, [_MODEL], registry=self.registry).labels(self.model_name)
-
-    def histogram(self, name: str, text: str, buckets: Sequence[float]) -> Histogram:
-        """A histogram with the given upper bounds."""
-        return Histogram(name, text, [_MODEL], registry=self.registry, buckets=buckets).labels(
-            self.model_name
-        )
-
-    def labelled_counter(self, name: str, text: str, label: str) -> Counter:
-        """A counter with one more label; use `.labels(model_name, value)`."""
-        return Counter(name, text, [_MODEL, label], registry=self.registry)
 
 
 class TokensPerStep(Collector):
@@ -183,6 +153,12 @@ class StepMetrics:
         self._drafted_by_position = make.labelled_counter(
             "specserve_spec_draft_tokens_per_pos", "Draft tokens checked.", "position"
         )
+        self._drafted_by = make.labelled_counter(
+            "specserve_spec_drafter_draft_tokens", "Draft tokens checked.", "method"
+        )
+        self._accepted_by = make.labelled_counter(
+            "specserve_spec_drafter_accepted_tokens", "Draft tokens kept.", "method"
+        )
         self._threads = make.gauge("specserve_compute_threads", "Threads that share a pass.")
         self._waiting_threads = make.gauge(
             "specserve_compute_threads_waiting", "Of those, without a core, on average."
@@ -264,6 +240,9 @@ class StepMetrics:
         self._drafted.inc(sum(stats.drafted_by_position))
         self._accepted.inc(sum(stats.accepted_by_position))
         name = self._make.model_name
+        for method, (drafted, accepted) in stats.by_drafter.items():
+            self._drafted_by.labels(name, method).inc(drafted)
+            self._accepted_by.labels(name, method).inc(accepted)
         for position, count in enumerate(stats.drafted_by_position):
             self._drafted_by_position.labels(name, str(position)).inc(count)
         for position, count in enumerate(stats.accepted_by_position):

@@ -60,6 +60,21 @@ class TextCodec:
         self._bound = text_bound(tokenizer)
 
     @property
+    def template(self) -> str:
+        """The chat template, as it was written; "" if there is none. Of several that are named
+        it is the one for tools, or else the default."""
+        given = self._tokenizer.chat_template or ""
+        if isinstance(given, Mapping):
+            given = given.get("tool_use", given.get("default", ""))
+        return str(given)
+
+    @property
+    def special_ids(self) -> dict[str, int]:
+        """Control tokens by their text."""
+        added = self._tokenizer.added_tokens_decoder
+        return {str(entry.content): token for token, entry in added.items() if entry.special}
+
+    @property
     def has_chat_template(self) -> bool:
         """Whether the tokenizer brings a chat template."""
         return bool(self._tokenizer.chat_template)
@@ -161,11 +176,12 @@ class TextCodec:
 
     async def write_chat(
         self,
-        messages: Sequence[Mapping[str, str]],
+        messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
         """`render_chat`, where long conversations hold up neither the event loop nor short ones.
 
@@ -173,7 +189,8 @@ class TextCodec:
             InvalidRequest: as there.
             Overloaded: too much waits already.
         """
-        characters = sum(len(value) for message in messages for value in message.values())
+        characters = sum(len(str(value)) for message in messages for value in message.values())
+        characters += len(str(tools)) if tools else 0
 
         def work() -> str:
             return self.render_chat(
@@ -181,6 +198,7 @@ class TextCodec:
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 variables=variables,
+                tools=tools,
             )
 
         return await self._lanes.run(characters, work)
@@ -192,10 +210,12 @@ class TextCodec:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         variables: Mapping[str, Any] | None = None,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
         """The prompt text of a conversation, by the tokenizer's own template (sandboxed).
 
         Args:
+            tools: that the model may call, in OpenAI's shape.
             variables: more names that the template may read, with JSON values; none of
                 `RESERVED_VARIABLES`.
 
@@ -212,7 +232,7 @@ class TextCodec:
                 "messages",
             )
         conversation = [dict(message) for message in messages]
-        given: dict[str, Any] = dict(variables or {})
+        given: dict[str, Any] = {**(variables or {}), **({"tools": list(tools)} if tools else {})}
         # The caller has checked the roles; some templates make control tokens of them.
         written = [{k: v for k, v in m.items() if k != "role"} for m in conversation]
         guarded = not self._control and self._guard.concerns([*written, given])

@@ -22,7 +22,7 @@ MOST_CHOICES = 1000
 
 #: One spelling of each value, as Python's `json.dumps` writes it: what is between the values is
 #: forced then, and costs a model next to nothing.
-_JSON_STYLE: dict[str, Any] = {
+JSON_STYLE: dict[str, Any] = {
     "whitespace_flexible": False,
     "item_separator": ", ",
     "key_separator": ": ",
@@ -136,13 +136,15 @@ def definition(source: GrammarSource) -> str:
     try:
         _check_patterns(source)
         if source.kind == "json":
-            return str(LLMatcher.grammar_from_json_schema(text, _JSON_STYLE, {"lenient": False}))
+            return str(LLMatcher.grammar_from_json_schema(text, JSON_STYLE, {"lenient": False}))
         if source.kind == "regex":
             return str(LLMatcher.grammar_from_regex(text))
         if source.kind == "choice":
             spelled = (json.dumps(word, ensure_ascii=False) for word in json.loads(text))
             return str(LLMatcher.grammar_from_lark("start: " + " | ".join(spelled)))
-        return str(LLMatcher.grammar_from_lark(any_to_lark(text)))
+        if source.kind == "grammar":
+            text = any_to_lark(text)
+        return str(LLMatcher.grammar_from_lark(text))
     except Refused:
         raise
     except Exception as error:  # whatever a converter makes of foreign input

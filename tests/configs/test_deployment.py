@@ -71,7 +71,9 @@ def test_the_image_runs_as_nobody_and_holds_no_weights() -> None:
     assert "\nHEALTHCHECK " in final
     assert re.search(r'^ENTRYPOINT \["', final, re.MULTILINE)  # exec form: signals arrive
     copied = re.findall(r"^COPY .*", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
-    assert all(re.search(r"(pyproject|engine|server|loadtest|--from)", line) for line in copied)
+    assert all(
+        re.search(r"(pyproject|engine|server|loadtest|training|--from)", line) for line in copied
+    )
     listed = (ROOT / ".dockerignore").read_text().splitlines()
     rules = [line for line in listed if line and not line.startswith("#")]
     assert rules[0] == "*"  # nothing but what the rest lets in

@@ -122,7 +122,7 @@ def test_drafts_are_plain_torchs(asked: list[Asked]) -> None:
     head = random_head()
     built = engine(head)
     run(built, requests(12), check=True)
-    assert built.engine.parts.drafters.names == ("lookup", "eagle")
+    assert {"lookup", "eagle"} <= set(built.engine.parts.drafters.names)
     assert len(asked) > 60
     assert {len(one.draft) for one in asked} >= {1, 4}
     for one in asked:
@@ -201,7 +201,7 @@ def test_answers_do_not_depend_on_the_head(runner: str, dtype: torch.dtype, samp
     done = run(planned_by(built, Switching(1, 7)), asked, check=True)
     assert said(done) == said(plain)
     assert done.preemptions
-    assert built.engine.parts.drafters.names == ("lookup", "eagle")
+    assert {"lookup", "eagle"} <= set(built.engine.parts.drafters.names)
     assert sum(sum(s.drafted_by_position) for s in done.stats) > 20
 
 
@@ -302,6 +302,6 @@ def test_texts_may_be_longer_than_the_head_was_made_for() -> None:
     short = PlainHead(dataclasses.replace(head.config, layer=layer), head.weights, head.embeddings)
     built = engine(short)
     done = run(built, [ask("r", PROMPTS[3], 60, ignore_eos=True)])
-    assert built.engine.parts.drafters.names == ("lookup", "eagle")
+    assert {"lookup", "eagle"} <= set(built.engine.parts.drafters.names)
     assert sum(sum(s.drafted_by_position) for s in done.stats) > 60
     assert CONTEXT > 16

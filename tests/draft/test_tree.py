@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from engine.cache.pages import PageTable
-from engine.draft.drafter import DraftProposal
+from engine.draft.drafter import DrafterTraits, DraftProposal
 from engine.draft.portfolio import DrafterPortfolio
 from engine.draft.tree import check_parents, prune, renumber
 from engine.errors import ConfigurationError
@@ -122,7 +122,10 @@ def propose(
 ) -> DraftProposal:
     sequence = Sequence(Request("r", (1,)), 0, 0, 0, PageTable(""), "tree", 4, 1000)
     portfolio = DrafterPortfolio(
-        {"tree": TreeDrafter(lambda _s, _n: (tokens, parents), rows=True)}, VOCAB, trees=trees
+        {"tree": TreeDrafter(lambda _s, _n: (tokens, parents), rows=True)},
+        VOCAB,
+        {"tree": DrafterTraits(branches=True)},
+        trees=trees,
     )
     made = portfolio.propose([sequence], [length], ["tree"])
     assert portfolio.names == ("tree",)

@@ -36,7 +36,7 @@ def test_greedy_is_transformers(drafters: tuple[str, ...], mode: str) -> None:
             done = run(built, greedy(), check=True)
             check_truth(done, "llama")
             check_books(done)
-        assert built.engine.parts.drafters.names == ("lookup", "model")
+        assert {"lookup", "model"} <= set(built.engine.parts.drafters.names)
         assert done.preemptions or num_pages == 400
 
 
@@ -99,7 +99,7 @@ def test_what_is_kept_lies_where_it_belongs(
         monkeypatch.setattr(runners[broken], "move", lambda *_: None)
     going = Run(built, greedy(30))
     right = []
-    for _ in range(14):
+    while going.engine.has_work:
         going.step()
         right.append(stores_are_right(built))
     assert all(right) is (broken is None)

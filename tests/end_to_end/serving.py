@@ -8,8 +8,6 @@ import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +29,6 @@ PATIENCE = 240.0
 _URL = re.compile(r"^  URL +(http://\S+)/v1$", re.MULTILINE)
 
 Body = Mapping[str, Any]
-Process = subprocess.Popen[bytes] | Forked
 
 
 @dataclass(frozen=True)
@@ -44,7 +41,7 @@ class Server:
         headers: of every request.
     """
 
-    process: Process
+    process: Forked
     url: str
     log: Path
     headers: Mapping[str, str] = field(default_factory=dict)
@@ -187,7 +184,6 @@ def serving(
     environment: Mapping[str, str] | None = None,
     port: int = 0,
     ready: bool = True,
-    forked: bool = True,
     paced: bool = False,
 ) -> Iterator[Server]:
     """A server that is stopped at the end, whatever happens.
@@ -198,7 +194,6 @@ def serving(
         environment: variables on top of this process's own, of which no setting is passed on.
         port: 0 = a free one, which only a server that is ready tells.
         ready: whether to wait until it is.
-        forked: see `tests.forks`; else from nothing, as people start it.
         paced: whether its steps can be slowed down (`Server.slow`).
     """
     kept = {
@@ -210,14 +205,7 @@ def serving(
     own = kept | dict(environment or {})
     arguments = ["serve", "--port", str(port), *flags]
     log.touch()
-    process: Process
-    if forked and not paced:
-        process = Forked(arguments, own, log)
-    else:
-        program = ["-c", _PACED.format(brake=str(_brake(log)))] if paced else ["-m", "server.cli"]
-        command = [sys.executable, *program, *arguments]
-        with log.open("wb") as output:
-            process = subprocess.Popen(command, stdout=output, stderr=output, env=own)
+    process = Forked(arguments, own, log, _PACED.format(brake=str(_brake(log))) if paced else "")
     try:
         url = f"http://127.0.0.1:{port}"
         yield Server(process, _wait_for_url(process, log) if ready else url, log)
@@ -226,18 +214,16 @@ def serving(
         process.wait()
 
 
-#: `specserve` with steps that take long while a file is there.
+#: Makes steps take long while a file is there.
 _PACED = """
-import os, sys, time
+import os, time
 from engine.core import Engine
-from server.cli import main
 step = Engine.step
 def paced(self):
     if os.path.exists({brake!r}):
         time.sleep(0.1)
     return step(self)
 Engine.step = paced
-sys.exit(main(sys.argv[1:]))
 """
 
 
@@ -269,7 +255,7 @@ def serving_tiny(
         yield server
 
 
-def _wait_for_url(process: Process, log: Path) -> str:
+def _wait_for_url(process: Forked, log: Path) -> str:
     deadline = time.monotonic() + PATIENCE
     while (found := _URL.search(log.read_text())) is None:
         assert process.poll() is None, f"exit code {process.returncode}:\n{log.read_text()}"

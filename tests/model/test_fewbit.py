@@ -171,6 +171,24 @@ def test_company_does_not_matter(activations: str) -> None:
     assert linear(single)[1].isnan().all()
 
 
+@on_every_set
+@pytest.mark.parametrize("kind", ["Q4_1", "Q6_K"])
+def test_scales_of_any_kind_are_read(kind: str, instructions: str) -> None:
+    """Tiny ones, large ones, and those that are no number, which concern their output alone."""
+    weight = random_weight(kind, 33, 256)
+    place = {"Q4_1": 0, "Q6_K": 208}[kind]
+    bits = [0x0001, 0x03FF, 0x8400, 0x7BFF, 0x7C00, 0xFE00]  # from the smallest to infinite and NaN
+    for output, scale in enumerate(bits):
+        weight.data[output, place : place + 2] = torch.tensor([scale & 255, scale >> 8])
+    found = packer("int16", instructions).linear(weight)(torch.eye(256)).T
+    with np.errstate(invalid="ignore"):
+        truth = weight.dequantize()
+    torch.testing.assert_close(found[:4], truth[:4], rtol=1e-6, atol=1e-7)
+    assert not found[4:6].isfinite().all(dim=1).any()
+    assert torch.equal(found[6:], packer("int16").linear(weight)(torch.eye(256)).T[6:])
+    assert found[6:].isfinite().all()
+
+
 @every_rounding
 def test_threads_do_not_matter(activations: str) -> None:
     linear = layer("Q4_K", activations)
@@ -207,10 +225,6 @@ def test_what_cannot_be_multiplied_is_refused() -> None:
         linear(torch.zeros(2, 65))
     with pytest.raises(ValueError, match=r"torch.float16"):
         linear(torch.zeros(2, 64, dtype=torch.float16))
-    damaged = random_weight("Q8_0", 4, 32)
-    damaged.data[2, :2] = torch.tensor([0, 0x7C], dtype=torch.uint8)  # infinite
-    with pytest.raises(ValueError, match="a scale in blocks of Q8_0 is no finite number"):
-        pack_blocks(damaged.data, "Q8_0")
     other = QuantizedWeight("Q2_K", 4, 256, torch.zeros(4, 84, dtype=torch.uint8))
     assert not is_fewbit(QuantizedLinear(other))
     assert not is_fewbit(nn.Linear(4, 4))

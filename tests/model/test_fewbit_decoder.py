@@ -143,6 +143,15 @@ def test_rows_do_not_depend_on_chunks_pages_or_company(
         assert torch.equal(torch.cat(rows), expected)
 
 
+@pytest.mark.parametrize("case", ["mixed", "tied", "normed heads"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_embeddings_are_the_files_own_numbers(case: str, dtype: torch.dtype) -> None:
+    model = make(case, dtype)
+    table = model.get_input_embeddings().weight.dequantize()
+    ids = torch.tensor([[96, 0, 33], [31, 32, 64]])
+    assert torch.equal(decoder_of(model).embed(ids), table[ids].to(dtype))
+
+
 def test_rows_do_not_depend_on_threads() -> None:
     before = torch.get_num_threads()
     runner, results = native("mixed", "int16", torch.float32), []

@@ -214,6 +214,28 @@ def test_rows_that_are_no_whole_blocks_are_not_rounded(tmp_path: Path) -> None:
     assert type(model.model.layers[0].mlp.up_proj) is QuantizedLinear
 
 
+@pytest.mark.parametrize("family", ["smollm", "llama-biased", "mistral", "qwen2", "qwen3"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_safetensors_are_what_transformers_makes_of_them(
+    family: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make_model(family, attention="eager").save_pretrained(tmp_path, max_shard_size="20KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    expected = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    monkeypatch.setattr("engine.model.weights._read_by_transformers", None)
+    model = read_model(tmp_path, dtype)
+    assert_equal(model, expected)
+    tied = expected.lm_head.weight is expected.model.embed_tokens.weight
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) is tied
+    assert model.dtype is dtype
+    for (name, found), (_, wanted) in zip(
+        model.named_buffers(), expected.named_buffers(), strict=True
+    ):
+        assert torch.equal(found, wanted), name
+        assert found.dtype is wanted.dtype
+    assert model.generation_config.to_dict() == expected.generation_config.to_dict()
+
+
 # -- refusals ------------------------------------------------------------------------------
 
 
@@ -369,8 +391,8 @@ def test_blocks_that_are_no_numbers_are_named(tmp_path: Path) -> None:
 def test_a_token_that_is_no_number_is_not_asked_for(tmp_path: Path) -> None:
     path = write_gguf(tmp_path / "tiny.gguf", weights=Weights(poisoned=70))
     directory = sources.resolve(str(path))
-    loaded = load_checked(directory, ModelConfig("x", dtype="float32", weights="file"))
-    assert "rows equal" in loaded.checked
+    config = ModelConfig("x", dtype="float32", weights="file", runner="torch")
+    assert "rows equal" in load_checked(directory, config).checked
 
 
 # -- the default model ---------------------------------------------------------------------

@@ -29,6 +29,7 @@ from engine.types import (
     SequenceStats,
     TokenLogprobs,
     Tokens,
+    WeightsInfo,
 )
 from server.api.app import create_app
 from server.api.options import ServerOptions
@@ -103,6 +104,9 @@ def make_info(**changes: Any) -> EngineInfo:
         "runner": "reference",
         "drafters": ("lookup",),
         "max_draft": 4,
+        "weights": WeightsInfo("Q4_1, Q8_0", 96 * 2**20, 5.7),
+        "kv_dtype": "bfloat16",
+        "kv_bytes_per_token": 23040,
     }
     return EngineInfo(**{**values, **changes})
 

@@ -129,6 +129,7 @@ def test_a_base_model_has_no_chat() -> None:
         ({"messages": None}, "messages"),
         ({"messages": [{"role": "wizard", "content": "x"}]}, "messages"),
         ({"messages": [{"role": "user", "content": None}]}, "messages"),
+        ({"messages": [{"role": "tool", "content": "5", "tool_call_id": "a"}]}, "messages"),
         ({"messages": [{"role": "user"}]}, "messages"),
         (
             {
@@ -175,12 +176,13 @@ def test_bad_requests_name_the_field(fields: dict[str, Any], param: str) -> None
         (
             {"role": "wizard", "content": "x"},
             "messages.0.role",
-            "the role is 'wizard', but it must be one of developer, system, user and assistant.",
+            "the role is 'wizard', but it must be one of developer, system, user, assistant "
+            "and tool.",
         ),
         (
             {"role": "tool", "content": "x"},
-            "messages.0.role",
-            "the role is 'tool', but it must be one of developer, system, user and assistant.",
+            "messages.0",
+            "a message of a tool needs tool_call_id, the call that it answers.",
         ),
         ({"role": 5, "content": "x"}, "messages.0.role", "the role is no string, but it must be "),
         (

@@ -128,6 +128,12 @@ def test_doctor_says_what_fits(
     assert re.search(r"^ok +compute threads +\d+ just now; without a core: ", shown, re.MULTILINE)
     for words in ("torch", "free memory", "no C++ compiler found", "ready to serve", str(model)):
         assert words in shown
+    assert re.search(r"^ok +weights +float32: 32\.0 bits a weight, \d+ MiB$", shown, re.MULTILINE)
+    assert re.search(r"^ok +keys and values +float32, 0\.2 KiB a token$", shown, re.MULTILINE)
+    assert main(["doctor", *small(model), "--weights", "file"]) == 0
+    assert re.search(r"^ok +weights +Q8_0: 8\.\d bits", capsys.readouterr().out, re.MULTILINE)
+    assert main(["doctor", *small(model), "--weights", "bfloat16"]) == 1
+    assert "weights is bfloat16, but dtype is float32" in capsys.readouterr().out
     assert main(["doctor", "--model", "/no/such", "--runner", "native"]) == 1
     shown = capsys.readouterr().out
     assert re.findall(r"^FAIL +([\w ]+?)  ", shown, re.MULTILINE) == ["kernels", "model"]

@@ -15,6 +15,7 @@ from rich.progress import Progress
 from transformers import AutoTokenizer
 
 from engine.config import ModelConfig
+from engine.errors import ConfigurationError
 from engine.model.convert import convert_gguf
 from engine.model.loader import load_model
 from engine.model.pairing import check_pair
@@ -25,7 +26,9 @@ from tests.tiny_models import EOS, make_model
 from tools import distill_draft
 from tools.distill_draft import distill, load_target
 from tools.distillation.agreement import Agreement
-from tools.distillation.labels import (
+from tools.distillation.options import Options
+from tools.distillation.training import choose, distance, make_student
+from training.labels import (
     BATCH_TOKENS,
     HEAD_ROWS,
     TOP,
@@ -34,9 +37,7 @@ from tools.distillation.labels import (
     make_batches,
     make_labels,
 )
-from tools.distillation.options import Options
-from tools.distillation.texts import ANSWER_TOKENS, Author, Text, load_tokenizer, read_texts
-from tools.distillation.training import choose, distance, make_student
+from training.texts import ANSWER_TOKENS, Author, Text, load_tokenizer, read_texts
 
 ROOM = 512  # for one text
 
@@ -164,7 +165,7 @@ def test_texts_are_used_again(options: Options, tmp_path: Path) -> None:
     with Progress(disable=True) as progress:
         distill(again, progress)
     assert {path.name: path.stat().st_mtime_ns for path in options.text.iterdir()} == before
-    with pytest.raises(SystemExit, match="choose another --text"):
+    with pytest.raises(ConfigurationError, match="choose another --text"):
         read_texts(options.text / "text.npz", tmp_path)
 
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tools.distillation.labels import last_states, make_batches, parts
-from tools.distillation.texts import Text
+from training.labels import last_states, make_batches, parts
+from training.texts import Text
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from tools.distillation.agreement import Agreement
-from tools.distillation.labels import Batch, Labels, last_states, make_batches, parts
 from tools.distillation.options import Options
-from tools.distillation.texts import Text
+from training.labels import Batch, Labels, last_states, make_batches, parts
+from training.texts import Text
 
 OTHERS = 4096  # tokens that stand for all those nobody thinks of, anew in every step
 

@@ -51,7 +51,7 @@ class EagleModel:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        layer = self._layer = _transformers_config(config)
+        layer = self._layer = transformers_config(config)
         self.config = config
         self.device, self.dtype = device, dtype
         self.heads = int(layer.num_attention_heads)
@@ -221,7 +221,8 @@ class EagleModel:
         self._cosines, self._sines = (table.to(self.device, self.dtype) for table in tables)
 
 
-def _transformers_config(config: HeadConfig) -> Any:
+def transformers_config(config: HeadConfig) -> Any:
+    """The configuration of the head's layer, by transformers' own class: it knows all defaults."""
     kind = Qwen3Config if config.family == "qwen3" else LlamaConfig
     return kind(**{k: v for k, v in config.layer.items() if k != "model_type"})
 

@@ -115,6 +115,10 @@ class CudaDecoder:
         """What it stores per token in a K/V cache."""
         return CacheShape(len(self.layers), self.groups, self.head_size, self.dtype)
 
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """The embeddings of int64 ids [...]: [..., hidden] in the weights' type."""
+        return torch.nn.functional.embedding(ids.to(self.device), self.embedding)
+
 
 def _take_layer(layer: Any, window: int) -> Layer:
     attention, mlp = layer.self_attn, layer.mlp

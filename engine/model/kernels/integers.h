@@ -76,7 +76,7 @@ inline Reg fused(Reg a, Reg b, Reg c) {
 #endif
 }
 
-// Numbers that lie in memory, as float32. Those in float16 are finite: who packs them sees to it.
+// Numbers that lie in memory, as float32.
 inline Reg widen_reg(const float* p) { Reg v; std::memcpy(&v, p, sizeof v); return v; }
 inline Reg widen_reg(const uint16_t* p) {
 #if defined(__AVX512F__)
@@ -92,7 +92,7 @@ inline Reg widen_reg(const uint16_t* p) {
     f *= 0x1p112f;  // moves the exponent, and makes a denormal number a normal one
     uint32_t bits;
     std::memcpy(&bits, &f, 4);
-    bits |= sign;
+    bits |= sign | (magnitude >= 0x0f800000 ? 0x7f800000 : 0);  // what is no finite number stays none
     std::memcpy(&f, &bits, 4);
     v[i] = f;
   }

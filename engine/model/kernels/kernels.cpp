@@ -103,6 +103,13 @@ extern "C" void specserve_decode(const Decoder* decoder, const Step* step) {
   else Forward<Float32, Weights32>{*decoder, *step, barrier}.run();
 }
 
+// Rows of an embedding in few bits, in float32.
+extern "C" void specserve_embed(const Decoder* decoder, const int64_t* ids, int64_t count, float* rows) {
+  for (int64_t i = 0; i < count; ++i)
+    for (int block = 0; block < decoder->hidden / kBlockInputs; ++block, rows += kBlockInputs)
+      widen_fewbit(decoder->embedding_form, decoder->embedding, decoder->hidden, ids[i], block, rows);
+}
+
 // Which unit multiplies tiles: see `TileUnit` in tiles.h.
 extern "C" int32_t specserve_tile_unit() { return int32_t(tile_unit()); }
 

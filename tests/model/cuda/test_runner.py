@@ -151,6 +151,14 @@ def test_one_model_may_serve_several_stores() -> None:
     assert torch.equal(got[0].float().cpu(), wanted[19])
 
 
+def test_heads_may_borrow_embeddings() -> None:
+    table = make_model().get_input_embeddings().weight
+    ids = torch.tensor([[3, 96], [0, 3]], device=DEVICE)
+    embed = loaded().embed
+    assert embed is not None
+    assert torch.equal(embed(ids).cpu(), table[ids.cpu()].detach())
+
+
 def test_graphs_are_few_and_little_is_padded() -> None:
     sizes = {padded_rows(n, 256) for n in range(1, 257)}
     assert len(sizes) < 32

@@ -76,8 +76,9 @@ def linear(
     rows, inputs = x.shape
     columns = weight.shape[0]
     grid = triton.cdiv(rows, tiles.rows), triton.cdiv(columns, tiles.columns)
+    stages = tiles.stages if x.element_size() <= 2 else 2  # shared memory holds no more float32
     _linear_kernel[grid](
         x, weight, weight if bias is None else bias, out, rows, columns, inputs,
         BLOCK_M=tiles.rows, BLOCK_N=tiles.columns, BLOCK_K=tiles.inputs, BIAS=bias is not None,
-        num_warps=4, num_stages=tiles.stages,
+        num_warps=4, num_stages=stages,
     )  # fmt: skip

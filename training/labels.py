@@ -11,7 +11,7 @@ import torch
 from rich.progress import Progress
 from torch import Tensor
 
-from tools.distillation.texts import Text
+from training.texts import Text
 
 TOP = 16  # tokens noted of the target's probabilities; the rest counts as one
 BATCH_TOKENS = 2048

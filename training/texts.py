@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-import sys
+import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from rich.progress import Progress
@@ -17,8 +18,8 @@ from transformers import AutoTokenizer
 from engine.build import build_engine
 from engine.config import EngineConfig, ModelConfig, SchedulerConfig, SpeculationConfig
 from engine.core import Engine
+from engine.errors import ConfigurationError
 from engine.types import Failed, Finished, Request, SamplingParams, Tokens
-from tools.distillation.options import Options
 
 STREAMS = 64
 QUESTION_TOKENS, ANSWER_TOKENS = 192, 320
@@ -41,6 +42,30 @@ class Text:
     greedy: bool = True
 
 
+class Wishes(Protocol):
+    """What text is wanted."""
+
+    @property
+    def target(self) -> Path:
+        """Directory of the model that writes."""
+
+    @property
+    def tokens(self) -> int:
+        """Answer tokens."""
+
+    @property
+    def minutes(self) -> float:
+        """For everything, of which the text takes its share."""
+
+    @property
+    def seed(self) -> int:
+        """Of questions and sampled answers."""
+
+    @property
+    def threads(self) -> int:
+        """Compute threads."""
+
+
 class Author:
     """Lets an engine write questions and answer them, many at a time.
 
@@ -49,9 +74,17 @@ class Author:
         tokenizer: the target's.
         context: most tokens of one text.
         seed: of questions and sampled answers.
+        prompts: questions to answer, over and over; none = it thinks of some itself.
     """
 
-    def __init__(self, engine: Engine, tokenizer: Any, context: int, seed: int) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Any,
+        context: int,
+        seed: int,
+        prompts: Sequence[str] = (),
+    ) -> None:
         self._engine = engine
         self._tokenizer = tokenizer
         self._context = context
@@ -60,6 +93,7 @@ class Author:
         self._questions: dict[str, Text] = {}
         self._answers: dict[str, Text] = {}
         self._opening = self._find_opening()
+        self._prompts = itertools.cycle(prompts) if prompts else None
 
     def write(self, deadline: float) -> Iterator[Text]:
         """Texts in the order in which they are finished, until `time.monotonic()` is `deadline`.
@@ -94,6 +128,9 @@ class Author:
     def _ask(self) -> None:
         self._asked += 1
         name = str(self._asked)
+        if self._prompts is not None:
+            self._answer(name, self._read(next(self._prompts)))
+            return
         self._questions[name] = Text(self._opening)
         self._submit(name, self._opening, QUESTION_TOKENS, temperature=1.0, top_p=0.95)
 
@@ -104,8 +141,16 @@ class Author:
             prompt = self._encode(self._chat(said, ask=True)) if said else []
         else:
             prompt = question.prompt + question.answer[: len(question.answer) // 2]
-        if not prompt or len(prompt) >= self._context:
-            return
+        if prompt and len(prompt) < self._context:
+            self._answer(name, prompt)
+
+    def _read(self, question: str) -> list[int]:
+        """A given prompt, cut where it leaves no room for an answer."""
+        if self._tokenizer.chat_template:
+            return self._encode(self._chat(question, ask=True))[-self._context // 2 :]
+        return (self._opening + self._encode(question))[: self._context // 2]
+
+    def _answer(self, name: str, prompt: list[int]) -> None:
         greedy = int(name) % SAMPLED_EVERY != 0
         self._answers[name] = Text(prompt, greedy=greedy)
         self._submit(name, prompt, ANSWER_TOKENS, temperature=0.0 if greedy else TEMPERATURE)
@@ -128,8 +173,44 @@ class Author:
         return ids
 
 
-def write_texts(options: Options, progress: Progress) -> list[Text]:
-    """Texts with `options.tokens` answer tokens, or as many as the time allows."""
+def read_prompts(path: Path) -> list[str]:
+    """Prompts from a file: one a line, or JSON objects with a `prompt`.
+
+    Raises:
+        ConfigurationError: it cannot be read, or a line is no prompt; names the line.
+    """
+    try:
+        lines = path.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigurationError(
+            f"prompts is {str(path)!r}, which cannot be read: {error}"
+        ) from error
+    found = []
+    for number, line in enumerate(lines, start=1):
+        text: object = line.strip()
+        if line.lstrip().startswith("{"):
+            try:
+                text = json.loads(line)["prompt"]
+            except (KeyError, ValueError):
+                text = None
+        if not isinstance(text, str):
+            raise ConfigurationError(
+                f"line {number} of {path} is no prompt; write one a line, or JSON objects "
+                'such as {"prompt": "..."}.'
+            )
+        if text:
+            found.append(text)
+    if not found:
+        raise ConfigurationError(f"{path} holds no prompts; write one a line.")
+    return found
+
+
+def write_texts(options: Wishes, progress: Progress, prompts: Sequence[str] = ()) -> list[Text]:
+    """Texts with `options.tokens` answer tokens, or as many as the time allows.
+
+    Args:
+        prompts: questions to answer; none = the target thinks of some itself.
+    """
     own = json.loads((options.target / "config.json").read_text("utf-8"))
     longest = min(own.get("max_position_embeddings", CONTEXT), CONTEXT)
     config = EngineConfig(
@@ -139,7 +220,7 @@ def write_texts(options: Options, progress: Progress) -> list[Text]:
         threads=options.threads,
     )
     engine, tokenizer = build_engine(config).engine, load_tokenizer(options.target)
-    author = Author(engine, tokenizer, longest, options.seed)
+    author = Author(engine, tokenizer, longest, options.seed, prompts)
     task = progress.add_task("text", total=options.tokens)
     deadline = time.monotonic() + TEXT_SHARE * 60 * options.minutes
     texts: list[Text] = []
@@ -152,22 +233,24 @@ def write_texts(options: Options, progress: Progress) -> list[Text]:
 
 
 def save_texts(path: Path, texts: list[Text], target: Path) -> None:
-    """All texts end to end, and whose they are."""
+    """All texts end to end, and whose they are; there is a whole file or none."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_suffix(".part.npz")
     np.savez(
-        path,
+        part,
         target=np.array(str(target)),
         tokens=np.array([i for t in texts for i in (*t.prompt, *t.answer)], dtype=np.int32),
         lengths=np.array([(len(t.prompt), len(t.answer)) for t in texts], dtype=np.int32),
         greedy=np.array([t.greedy for t in texts]),
     )
+    os.replace(part, path)
 
 
 def read_texts(path: Path, target: Path) -> list[Text]:
     """What `save_texts` wrote."""
     stored = np.load(path, allow_pickle=False)
     if str(stored["target"]) != str(target):
-        sys.exit(
+        raise ConfigurationError(
             f"{path} was written by {stored['target']}, not by {target}; choose another --text."
         )
     tokens, texts, at = stored["tokens"].tolist(), [], 0
