@@ -15,6 +15,7 @@ continue; drafters that know nothing always use bucket 0.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -138,8 +139,11 @@ def _shrunk(counts: _Counts, expected: float, weight: float) -> float:
 
 
 def _next_factor(counts: _Counts, before: float) -> float:
-    """A depth's factor, from that of the depth before."""
-    return min(before, _shrunk(counts, before, _DEPTH_PRIOR))
+    """A depth's factor, from that of the depth before. It falls by what chance hardly explains:
+    factors can only fall, so what noise takes at each depth would add up to drafts that stay short.
+    """
+    chance = 0.35 / math.sqrt(counts.judged + _DEPTH_PRIOR)
+    return min(before, _shrunk(counts, before, _DEPTH_PRIOR) + chance)
 
 
 class AcceptanceModel:

@@ -22,7 +22,7 @@ from engine.model.cuda.weights import CudaDecoder, why_not_cuda
 from engine.model.invariant import make_invariant
 from engine.model.inventory import describe_weights
 from engine.model.linear import can_pack, has_native_bfloat16
-from engine.model.native import NativeUnavailable
+from engine.model.native import NativeUnavailable, load_kernels
 from engine.model.native_decoder import NativeDecoder, why_not_native
 from engine.model.native_runner import NativeRunner
 from engine.model.passes import Runner
@@ -94,7 +94,7 @@ def open_model(directory: Path, config: ModelConfig) -> PreTrainedModel:
         ConfigurationError: dtype, device or attention cannot be had.
     """
     device = choose_device(config.device)
-    keep = choose_weights(config.weights, device)
+    keep = choose_weights(config.weights, device, config.runner)
     wanted = config.weights if config.weights in _DTYPES else config.dtype
     if wanted == "auto" and will_have_blocks(directory, keep):
         # Weights are what is worth fewer bits. Keys and values in bfloat16 would cost more
@@ -164,10 +164,11 @@ def choose_dtype(name: str, device: torch.device) -> torch.dtype:
     return _DTYPES[name]
 
 
-def choose_weights(name: str, device: torch.device) -> str:
-    """What weights are kept in: "float", "file", "int8" or "int4"; see `read_model`."""
+def choose_weights(name: str, device: torch.device, runner: str = "auto") -> str:
+    """What weights are kept in: "float", "file", "int8" or "int4"; see `read_model`. Blocks are
+    kept where there are kernels for them: unpacking them in every pass would take longer."""
     if name == "auto":
-        name = "file" if device.type == "cpu" else "float"
+        name = "file" if device.type == "cpu" and runner != "reference" and _kernels() else "float"
     if name in _DTYPES:
         return "float"
     if name != "float" and device.type != "cpu":
@@ -176,6 +177,14 @@ def choose_weights(name: str, device: torch.device) -> str:
             f"device is {device.type}; use bfloat16."
         )
     return name
+
+
+def _kernels() -> bool:
+    try:
+        load_kernels()
+    except NativeUnavailable:
+        return False
+    return True
 
 
 def _native_decoder(

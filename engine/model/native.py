@@ -94,13 +94,17 @@ def tile_unit(library: ctypes.CDLL) -> str:
     return _TILE_UNITS[library.specserve_tile_unit()]
 
 
-def build_kernels(instructions: str) -> Path:
+def build_kernels(instructions: str, flags: tuple[str, ...] = ()) -> Path:
     """The file of the kernels, compiled for any instruction set; it need not run here.
+
+    Args:
+        instructions: what to compile for.
+        flags: further ones, such as a lower level of optimisation, which is quicker.
 
     Raises:
         NativeUnavailable: they cannot be compiled.
     """
-    return _compiled(_KERNELS, instructions)
+    return _compiled(_KERNELS, instructions, flags)
 
 
 def compile_library(

@@ -69,4 +69,4 @@ def test_the_command_runs_as_nobody_in_a_read_only_directory(tmp_path: Path) -> 
         assert re.search(r"request request_id=\w+ method=POST .* status=200 .* caller=test ", said)
         assert KEY not in said
     assert list(nowhere.iterdir()) == []
-    assert {path.stat().st_uid for path in models.rglob("*")} == {UID}
+    assert {path.lstat().st_uid for path in models.rglob("*")} == {UID}

@@ -65,7 +65,7 @@ def test_status_metrics_answers_and_log_agree(serve_tiny: Serve, mode: str) -> N
             time.sleep(0.5)
             lines = load_lines(server)
     assert told["mode"] == mode
-    assert told["drafters"] == ["lookup"]
+    assert told["drafters"] == ["lookup", "grammar"]
     # Status and metrics are one and the same account.
     measured = told["speedup"]
     for name, field in (

@@ -35,8 +35,15 @@ class Leaky(Judge):
 class Generous(Judge):
     """Keeps the first draft token whatever the target says, and goes on as if it had said so."""
 
-    def __init__(self, vocab_size: int, *args: Any) -> None:
-        super().__init__(vocab_size, *args, sampler=GenerousSampler(vocab_size))
+    def __init__(
+        self,
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
+        verification: str = "auto",
+        sampler: Any = None,
+    ) -> None:
+        del sampler
+        super().__init__(vocab_size, eos_token_ids, verification, GenerousSampler(vocab_size))
 
 
 class GenerousSampler(RowSampler):

@@ -319,7 +319,13 @@ def serving(app: FastAPI, **config_changes: Any) -> Iterator[str]:
     quiet = {"host": "127.0.0.1", "port": 0, "log_level": "critical", "ws": "none"}
     config = uvicorn.Config(app, **{**quiet, **config_changes})
     server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, daemon=True)
+
+    async def serve() -> None:
+        await server.serve()
+        for _ in range(5):  # connections that were just closed are let go of one turn later
+            await asyncio.sleep(0)
+
+    thread = threading.Thread(target=lambda: asyncio.run(serve()), daemon=True)
     thread.start()
     wait_until(lambda: server.started)
     port = server.servers[0].sockets[0].getsockname()[1]
