@@ -25,7 +25,8 @@ class WeightsMetrics:
             "weights_info", "What weights and K/V are kept in.", "weights", "kv_dtype"
         )
         self._bytes = gauge("weights_bytes", "Bytes of all weights.")
-        self._bits = gauge("weights_bits", "Bits of a weight, on average.")
+        # In bytes, since Prometheus knows no other unit of memory.
+        self._per_weight = gauge("bytes_per_weight", "Bytes of a weight, on average.")
         self._kv = gauge("kv_bytes_per_token", "Bytes of keys and values of one token.")
 
     def describe(self, info: EngineInfo) -> None:
@@ -33,5 +34,5 @@ class WeightsMetrics:
         weights = info.weights
         self._kinds.labels(self._name, weights.kinds, info.kv_dtype).set(1)
         self._bytes.labels(self._name).set(weights.num_bytes)
-        self._bits.labels(self._name).set(weights.bits)
+        self._per_weight.labels(self._name).set(weights.bits / 8)
         self._kv.labels(self._name).set(info.kv_bytes_per_token)

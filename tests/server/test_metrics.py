@@ -127,7 +127,7 @@ def test_steps_are_counted() -> None:
     assert seen["specserve_spec_method_info", "4", "lookup"] == 1
     assert seen["specserve_weights_info", "bfloat16", "Q4_1, Q8_0"] == 1
     assert seen["specserve_weights_bytes",] == 96 * 2**20
-    assert seen["specserve_weights_bits",] == 5.7
+    assert seen["specserve_bytes_per_weight",] == 5.7 / 8
     assert seen["specserve_kv_bytes_per_token",] == 23040
     assert seen["vllm:kv_cache_usage_perc",] == 0  # nothing is in flight, so the step is over
 
