@@ -72,11 +72,6 @@ class LogprobWriter:
         ]
         return {"content": content, "refusal": None}
 
-    def response(self, delta: Delta) -> list[dict[str, Any]]:
-        """The `logprobs` of a text in /v1/responses."""
-        found: list[dict[str, Any]] = self.chat(delta)["content"]
-        return found
-
     def _chat_token(self, token: int, logprob: float) -> dict[str, Any]:
         return {
             "token": self.name(token),

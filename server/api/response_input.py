@@ -17,11 +17,17 @@ from server.api.response_schemas import (
     ChosenFunction,
     InputItem,
     MessageItem,
+    ReasoningItem,
     ResponseRequest,
     ResponseSchemaFormat,
     ResponseTool,
 )
-from server.api.schemas import ChatCompletionRequest, SamplingFields, TemplateOptions
+from server.api.schemas import (
+    ChatCompletionRequest,
+    ReasoningFields,
+    SamplingFields,
+    TemplateOptions,
+)
 from server.api.unsupported import UNSUPPORTED_RESPONSES
 
 #: What a field of the chat request is called here.
@@ -37,7 +43,11 @@ _IN_MESSAGES = re.compile(
     r"\b(max_completion_tokens|max_tokens|response_format|top_logprobs|messages)(\.\d+)?\b"
 )
 
-_PASSED_ON = (*SamplingFields.model_fields, *TemplateOptions.model_fields)
+_PASSED_ON = (
+    *SamplingFields.model_fields,
+    *TemplateOptions.model_fields,
+    *ReasoningFields.model_fields,
+)
 
 
 def chat_request(body: ResponseRequest) -> ChatCompletionRequest:
@@ -164,7 +174,10 @@ def _conversation(items: Sequence[InputItem]) -> list[ChatMessage]:
     called: set[str] = set()
     for index, item in enumerate(items):
         if isinstance(item, MessageItem):
-            messages.append(ChatMessage(role=item.role, content=joined(item.content)))
+            _add_message(messages, item)
+        elif isinstance(item, ReasoningItem):
+            if item.text:
+                messages.append(ChatMessage(role="assistant", reasoning_content=item.text))
         elif isinstance(item, CallItem):
             called.add(item.call_id)
             _add_call(messages, item)
@@ -179,6 +192,17 @@ def _conversation(items: Sequence[InputItem]) -> list[ChatMessage]:
             output = joined(item.output)
             messages.append(ChatMessage(role="tool", content=output, tool_call_id=item.call_id))
     return messages
+
+
+def _add_message(messages: list[ChatMessage], item: MessageItem) -> None:
+    """Adds a message, or to an assistant's thought what it said then."""
+    content = joined(item.content)
+    last = messages[-1] if messages else None
+    bare = last is not None and last.content is None and not last.tool_calls
+    if item.role == "assistant" and last is not None and bare:
+        messages[-1] = last.model_copy(update={"content": content})
+    else:
+        messages.append(ChatMessage(role=item.role, content=content))
 
 
 def _add_call(messages: list[ChatMessage], item: CallItem) -> None:

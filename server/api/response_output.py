@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import time
 import uuid
 from collections.abc import Mapping
@@ -21,6 +22,17 @@ from server.text.codec import TextCodec
 
 Event = dict[str, Any]
 
+_PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
+#: Items of text as they begin, and the part that grows.
+_FRESH: dict[str, dict[str, Any]] = {
+    "message": {"type": "message", "role": "assistant", "content": []},
+    "reasoning": {"type": "reasoning", "summary": [], "content": []},
+}
+_PARTS: dict[str, dict[str, Any]] = {
+    "message": {"type": "output_text", "text": "", "annotations": [], "logprobs": []},
+    "reasoning": {"type": "reasoning_text", "text": ""},
+}
+
 
 class Output:
     """The items of one answer. Deltas go in, events come out; `items` is what there is so far,
@@ -29,54 +41,72 @@ class Output:
     Args:
         use: how the answer calls tools; None = it calls none.
         writer: writes log probabilities; None = they are not wanted.
+        thinks: whether a thought may come first; its tokens have no place among the text's.
     """
 
-    def __init__(self, use: ToolUse | None, writer: LogprobWriter | None) -> None:
+    def __init__(
+        self, use: ToolUse | None, writer: LogprobWriter | None, *, thinks: bool = False
+    ) -> None:
         self.items: list[dict[str, Any]] = []
         self._use = use
         self._reader = None if use is None else CallReader(use.form)
         self._writer = writer
         self._open: dict[str, Any] | None = None  # the last item, while it grows
-        self._logprobs: list[Any] = []  # of tokens whose text is yet to come
+        self._pending: list[tuple[int, Any]] = []  # where tokens begin whose text is to come
+        self._thinks = thinks  # as long as no text came
 
     def push(self, delta: Delta) -> list[Event]:
         """Events for what a delta brings; its last delta closes the output."""
         events: list[Event] = []
         last = delta.finish_reason is not None
         if self._writer is not None:
-            self._logprobs += self._writer.response(delta)
+            self._note(delta, self._writer.chat(delta)["content"])
+        if delta.reasoning:
+            events += self._text("reasoning", delta.reasoning)
         parts: list[str | CallPiece] = [delta.text] if delta.text else []
         if self._reader is not None:
             parts = self._reader.read(delta.text, final=last)
         for part in parts:
-            events += self._text(part) if isinstance(part, str) else self._call(part)
+            events += self._text("message", part) if isinstance(part, str) else self._call(part)
         if last:
             if not self.items:
-                events += self._begin(self._message())
-            if self._logprobs and self.items[-1]["type"] == "message":  # the end has no text
-                events += self._text("")
+                events += self._begin(_FRESH["message"])
+            if self._pending and self.items[-1]["type"] == "message":  # the end has no text
+                events += self._text("message", "")
             events += self._close("incomplete" if delta.finish_reason == "length" else "completed")
         return events
 
-    def _text(self, text: str) -> list[Event]:
-        events = [] if self._grows("message") else self._begin(self._message())
-        assert self._open is not None
-        part, logprobs = self._open["content"][0], self._logprobs
-        self._logprobs = []
+    def _note(self, delta: Delta, entries: list[Any]) -> None:
+        """Keeps log probabilities until their text comes; of a thought's tokens only so far."""
+        self._pending += zip(delta.offsets, entries, strict=False)
+        if not self._thinks or not delta.text:
+            return
+        self._thinks = False
+        ends = [*(start for start, _ in self._pending[1:]), delta.begin + 1]
+        self._pending = [
+            (start, entry)
+            for (start, entry), end in zip(self._pending, ends, strict=True)
+            if start >= delta.begin or end > delta.begin
+        ]
+
+    def _text(self, kind: str, text: str) -> list[Event]:
+        """Adds to the open item, if it is of this kind, or begins one."""
+        grows = self._open is not None and self._open["type"] == kind
+        events = [] if grows else self._begin(_FRESH[kind])
+        part, delta = self.items[-1]["content"][0], {"delta": text, **self._place(content_index=0)}
         part["text"] += text
-        part["logprobs"] += logprobs
-        place = self._place(content_index=0)
-        return [*events, {"type": "response.output_text.delta", **place, "delta": text,
-                          "logprobs": logprobs}]  # fmt: skip
+        if kind == "message":
+            delta["logprobs"] = [entry for _, entry in self._pending]
+            part["logprobs"] += delta["logprobs"]
+            self._pending = []
+        return [*events, {"type": f"response.{part['type']}.delta", **delta}]
 
     def _call(self, piece: CallPiece) -> list[Event]:
         events: list[Event] = []
         if piece.name is not None:
             assert self._use is not None
             call = {
-                "id": _new_id("fc"),
                 "type": "function_call",
-                "status": "in_progress",
                 "call_id": self._use.call_id(),
                 "name": piece.name,
                 "arguments": "",
@@ -90,32 +120,18 @@ class Output:
                            "delta": piece.arguments})  # fmt: skip
         return events
 
-    def _grows(self, kind: str) -> bool:
-        return self._open is not None and self._open["type"] == kind
-
-    def _message(self) -> dict[str, Any]:
-        return {
-            "id": _new_id("msg"),
-            "type": "message",
-            "status": "in_progress",
-            "role": "assistant",
-            "content": [],
-        }
-
-    def _begin(self, item: dict[str, Any]) -> list[Event]:
-        """Closes the item before, and opens this one."""
+    def _begin(self, fresh: dict[str, Any]) -> list[Event]:
+        """Closes the item before, and opens one."""
+        item = {"id": _new_id(_PREFIXES[fresh["type"]]), "status": "in_progress", **fresh}
         events = self._close("completed")
         self._open = item
         self.items.append(item)
         added = {"type": "response.output_item.added", "output_index": len(self.items) - 1}
-        events.append({**added, "item": _copy(item)})
-        if item["type"] == "message":
-            part: dict[str, Any] = {
-                "type": "output_text", "text": "", "annotations": [], "logprobs": [],
-            }  # fmt: skip
-            item["content"].append(part)
+        events.append({**added, "item": {**item}})
+        if (fresh_part := _PARTS.get(item["type"])) is not None:
+            item["content"] = [copy.deepcopy(fresh_part)]
             place = self._place(content_index=0)
-            events.append({"type": "response.content_part.added", **place, "part": _copy(part)})
+            events.append({"type": "response.content_part.added", **place, "part": fresh_part})
         return events
 
     def _close(self, status: str) -> list[Event]:
@@ -130,8 +146,8 @@ class Output:
             )
         else:
             place, part = self._place(content_index=0), item["content"][0]
-            done = {"text": part["text"], "logprobs": part["logprobs"]}
-            events.append({"type": "response.output_text.done", **place, **done})
+            done = {key: part[key] for key in ("text", "logprobs") if key in part}
+            events.append({"type": f"response.{part['type']}.done", **place, **done})
             events.append({"type": "response.content_part.done", **place, "part": part})
         item["status"] = status
         index = len(self.items) - 1
@@ -154,7 +170,8 @@ class ResponseAnswer:
         writer = None
         if wants_logprobs(body):
             writer = LogprobWriter(codec, body.top_logprobs or 0, as_ids=False)
-        self._output = Output(generation.job.tools, writer)
+        job = generation.job
+        self._output = Output(job.tools, writer, thinks=job.rules.reasoning is not None)
         self._number = 0
         self._reason: str | None = None  # why it ended
         self._head = {
@@ -260,11 +277,6 @@ def _usage(spent: Mapping[str, Any]) -> dict[str, Any]:
         },
         "total_tokens": spent["total_tokens"],
     }
-
-
-def _copy(item: dict[str, Any]) -> dict[str, Any]:
-    """As it is now; what grows is not shared."""
-    return {key: list(value) if isinstance(value, list) else value for key, value in item.items()}
 
 
 def _new_id(prefix: str) -> str:

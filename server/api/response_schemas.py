@@ -17,7 +17,7 @@ from pydantic import (  # fmt: skip
 from server.api.errors import quote
 from server.api.formats import JsonObjectFormat, Schema, TextFormat
 from server.api.messages import MEDIA, TextPart
-from server.api.schemas import Effort, SamplingFields, TemplateOptions
+from server.api.schemas import Effort, ReasoningFields, SamplingFields, TemplateOptions
 from server.api.tools import FunctionTool, NamedFunction
 from server.api.unsupported import describe_unsupported_responses
 
@@ -122,6 +122,11 @@ class ReasoningItem(BaseModel):
     type: Literal["reasoning"]
     summary: list[Thought] | None = None
     content: list[Thought] | None = None
+
+    @property
+    def text(self) -> str:
+        """What was thought."""
+        return "\n".join(part.text for part in self.content or self.summary or ())
 
 
 def _check_item(value: Any) -> Any:
@@ -245,7 +250,7 @@ class ResponseStreamOptions(BaseModel):
     include_obfuscation: bool | None = Field(None, description="Accepted, without effect.")
 
 
-class ResponseRequest(TemplateOptions, SamplingFields):
+class ResponseRequest(TemplateOptions, ReasoningFields, SamplingFields):
     """POST /v1/responses."""
 
     model_config = ConfigDict(
