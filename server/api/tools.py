@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from engine.grammar import Grammar
 from engine.types import EngineInfo
+from server.api.context import ServerContext
 from server.api.errors import ApiError, quote
 from server.text.call_reader import CallPiece, CallReader
 from server.text.calls import FORMATS, CallFormat, calls_grammar, format_of
@@ -92,16 +93,14 @@ class ToolUse:
 
 
 async def tool_use(
+    context: ServerContext,
     codec: TextCodec,
     body: ToolFields,
-    info: EngineInfo,
-    tool_format: str | None,
     answer: GrammarSource | None = None,
 ) -> ToolUse | None:
     """What a request's tools ask for; None = nothing, its answer is text.
 
     Args:
-        tool_format: how the model writes calls; None = as its template tells.
         answer: the schema of answers that call none, if there is one.
 
     Raises:
@@ -121,16 +120,8 @@ async def tool_use(
         raise ApiError(
             400, f"tool_choice names {quote(named)}, which is not in tools.", param="tool_choice"
         )
-    kind = format_of(codec.template)
-    if kind is not None:
-        kind = tool_format or kind
-    else:
-        raise ApiError(
-            400,
-            "This model's chat template knows no tools; leave tools out, or serve a model whose "
-            "template does.",
-            param="tools",
-        )
+    info = context.engine.info
+    kind = _kind(codec, context.options.tool_format)
     if choice == "none":
         return None
     if named is not None:
@@ -153,6 +144,17 @@ async def tool_use(
         source = GrammarSource("lark", text, "tools")
         grammar = await codec.grammars.compile(source, info.eos_token_ids)
     return ToolUse(form, grammar, kind == "mistral")
+
+
+def _kind(codec: TextCodec, tool_format: str | None) -> str:
+    if (kind := format_of(codec.template)) is not None:
+        return tool_format or kind
+    raise ApiError(
+        400,
+        "This model's chat template knows no tools; leave tools out, or serve a model whose "
+        "template does.",
+        param="tools",
+    )
 
 
 async def _schemas(
