@@ -80,7 +80,8 @@ def measure(
     def timed(paged: PagedModel, path: str) -> Calibration:
         return load_calibration(
             path,
-            f"{paged.model.shape.dtype} {paged.model.weights.kinds} {config.model.activations}",
+            f"{paged.model.dtype_name} {paged.model.shape.dtype} {paged.model.weights.kinds} "
+            f"{config.model.activations}",
             paged.runner,
             pool,
             most_rows=min(config.scheduler.max_batch_tokens, _MOST_ROWS),

@@ -47,7 +47,7 @@ inline void score_rows(float* scores, const typename T::Element* queries, const 
   for (int d = 0; d < size; d += w) {
     IVec keys[halves];
 #pragma GCC unroll 2
-    for (int i = 0; i < halves; ++i) std::memcpy(&keys[i], parts[i].keys + int64_t(d) * parts[i].stride, sizeof(IVec));
+    for (int i = 0; i < halves; ++i) keys[i] = T::load_words(parts[i].keys + int64_t(d) * parts[i].stride);
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) {
       const IVec query = broadcast_word(queries + r * size + d);
@@ -58,7 +58,11 @@ inline void score_rows(float* scores, const typename T::Element* queries, const 
 #pragma GCC unroll 4
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 2
-    for (int i = 0; i < halves; ++i) store(scores + r * kBlock + i * kLanes, sums[r][i] * scale);
+    for (int i = 0; i < halves; ++i) {
+      Vec factor = broadcast(scale);
+      if constexpr (kScaleBytes<T> != 0) factor *= load_scales(parts[i].key_scales);
+      store(scores + r * kBlock + i * kLanes, sums[r][i] * factor);
+    }
 }
 
 // Hides what a row does not see of a block: it sees positions [begin, last]. Returns its best score.
@@ -78,10 +82,11 @@ inline float best_score(float* row, float best, int first, int begin, int last) 
   return largest(most);
 }
 
-// Turns the rows' scores of a block into weights. factors: by what was summed before must shrink.
+// Turns the rows' scores of a block into weights of its parts' values. factors: by what was summed
+// before must shrink.
 template <class T>
 inline void weigh(typename T::Element* weights, Softmax& state, float* factors, const float* scores, const float* best,
-                  int begin, int end) {
+                  const Part<T>* parts, int begin, int end) {
   const Vec lowest = broadcast(-std::numeric_limits<float>::infinity());
   store(factors, exp_nonpositive(load(state.max) - load(best)));
   for (int r = begin; r < end; ++r) {
@@ -89,8 +94,10 @@ inline void weigh(typename T::Element* weights, Softmax& state, float* factors, 
     state.sum[r] *= factors[r];
     for (int i = 0; i < kBlock; i += kLanes) {
       const Vec score = load(scores + r * kBlock + i);
-      const Vec weight = select(score > lowest, exp_nonpositive(score - best[r]), Vec{});
+      Vec weight = select(score > lowest, exp_nonpositive(score - best[r]), Vec{});
       state.sum[r] += weight;
+      if constexpr (kScaleBytes<T> != 0)
+        weight = select(score > lowest, weight * load_scales(parts[i / kLanes].value_scales), Vec{});
       T::narrow(weights + r * kBlock + i, weight);
     }
   }
@@ -113,7 +120,7 @@ inline void add_values(float* output, int padded, const float* factors, const ty
     IVec values[kVectors];
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
-      std::memcpy(&values[v], words + v * kLanes * w, sizeof(IVec));
+      values[v] = T::load_words(words + v * kLanes * w);
       if (kept != -1) values[v] &= kept;
     }
 #pragma GCC unroll 4
@@ -176,7 +183,8 @@ void attend_tile(const Attention& a, Scratch<T>& scratch, const Task& task, cons
   };
   const auto* from_queries = static_cast<const typename Q::Element*>(a.queries);
   float* const output = scratch.sums.data();
-  Element *const queries = scratch.heads.data(), *const assembled = queries + kTileRows * padded;
+  Element* const queries = scratch.heads.data();
+  auto* const assembled = reinterpret_cast<typename T::Stored*>(queries + kTileRows * padded);
   Softmax state;
   for (int r = 0; r < rows; ++r) {
     const int head = task.group * per_group + r % per_group;
@@ -212,7 +220,7 @@ void attend_tile(const Attention& a, Scratch<T>& scratch, const Task& task, cons
       best[r] = best_score(scores + r * kBlock, state.max[r], first, begin, position);
     }
     if (fetches) fetch(coming[1], true, size);
-    weigh<T>(weights, state, factors, scores, best, skipped, live);
+    weigh<T>(weights, state, factors, scores, best, parts, skipped, live);
     if (fetches) fetch(coming[1], false, size);
     const int from = first < task.first_seen ? task.first_seen - first : 0;
     const int to = last_position < first + kBlock ? last_position - first : kBlock - 1;

@@ -84,16 +84,19 @@ inline F dot_pairs(F sum, I a, I b) {
 
 struct Float32 {
   typedef float Element;
+  typedef float Stored;  // in the cache
   static float widen(float x) { return x; }
   static Vec widen(const float* p) { return load(p); }
   static float narrow(float x) { return x; }
   static void narrow(float* to, Vec v) { store(to, v); }
   // sum + products of the elements in each lane's word
   static Vec multiply_words(Vec sum, IVec a, IVec b) { return (Vec)a * (Vec)b + sum; }
+  // Sixteen words of the cache
+  static IVec load_words(const float* p) { IVec v; std::memcpy(&v, p, sizeof v); return v; }
 };
 
 struct BFloat16 {
-  typedef uint16_t Element;
+  typedef uint16_t Element, Stored;
   static float widen(uint16_t x) {
     const uint32_t bits = uint32_t(x) << 16;
     float f;
@@ -123,6 +126,7 @@ struct BFloat16 {
 #endif
   }
   static Vec multiply_words(Vec sum, IVec a, IVec b) { return dot_pairs(sum, a, b); }
+  static IVec load_words(const uint16_t* p) { IVec v; std::memcpy(&v, p, sizeof v); return v; }
 };
 
 template <class T>

@@ -1,0 +1,50 @@
+// Keys and values in eight bits: whole numbers up to 127, and one scale for each key and value.
+//
+// What is computed with them is float32, and the scales are left out until the last moment: a score
+// is multiplied with that of its key, a weight with that of its value. Scales are bfloat16, rounded
+// up, and lie behind a page's elements, token after token.
+#pragma once
+
+#include "integers.h"
+
+namespace {
+
+struct Int8 : Float32 {
+  typedef int8_t Stored;
+  static IVec load_words(const int8_t* p) {
+    typedef int8_t Bytes __attribute__((vector_size(kLanes)));
+    Bytes bytes;
+    std::memcpy(&bytes, p, sizeof bytes);
+    return (IVec)__builtin_convertvector(__builtin_convertvector(bytes, IVec), Vec);
+  }
+};
+
+// Bytes of a key's or value's scale: none but in eight bits.
+template <class T>
+constexpr int kScaleBytes = 0;
+template <>
+constexpr int kScaleBytes<Int8> = 2;
+
+// The scales of sixteen tokens; those that nobody wrote may be anything.
+inline Vec load_scales(const int8_t* p) { return BFloat16::widen(reinterpret_cast<const uint16_t*>(p)); }
+
+// Rounds the `size` elements of a key or value to whole numbers that lie `stride` apart.
+inline void round_head(const float* x, int size, int8_t* to, int64_t stride, int8_t* scale) {
+  float most = 0.0f, poison = 0.0f;  // a maximum may pass over what is no number; a sum does not
+  for (int d = 0; d < size; ++d) {
+    const float magnitude = x[d] < 0.0f ? -x[d] : x[d];
+    most = magnitude > most ? magnitude : most;
+    poison += x[d] * 0.0f;
+  }
+  float step = (poison == 0.0f ? most : poison) / 127.0f;
+  uint32_t bits;
+  std::memcpy(&bits, &step, 4);
+  const uint16_t rounded = step == step ? uint16_t((bits + 0xffff) >> 16) : 0x7fc0;
+  std::memcpy(scale, &rounded, 2);
+  step = BFloat16::widen(rounded);
+  // Of smaller numbers the inverse is none; they are taken for 0.
+  const float inverse = step >= 1e-30f ? 1.0f / step : 0.0f;
+  for (int d = 0; d < size; ++d) to[d * stride] = poison == 0.0f ? int8_t(std::nearbyintf(x[d] * inverse)) : 0;
+}
+
+}  // namespace
