@@ -148,6 +148,7 @@ class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
     prompt: Annotated[Prompt, PlainValidator(_check_prompt, json_schema_input_type=PromptShape)]
+    suffix: str | None = Field(None, description="What follows the gap that is to be filled.")
     best_of: int | None = _ranged(1, 20, "At least n; above n not with stream.")
     echo: bool | None = None
     logprobs: int | None = _ranged(0, 20, "Alternates; 0 is not null.")
@@ -168,7 +169,16 @@ class TemplateOptions(BaseModel):
     )
 
 
-class ChatCompletionRequest(TemplateOptions, ToolFields, GenerationRequest):
+class ReasoningFields(BaseModel):
+    """The fields of a chat request that concern thoughts."""
+
+    model_config = ConfigDict(strict=True)
+
+    max_reasoning_tokens: int | None = _ranged(0, _INT32, "A thought is closed after so many.")
+    thinking_token_budget: int | None = _ranged(0, _INT32, "As max_reasoning_tokens.")
+
+
+class ChatCompletionRequest(TemplateOptions, ReasoningFields, ToolFields, GenerationRequest):
     """POST /v1/chat/completions."""
 
     messages: Messages

@@ -20,6 +20,7 @@ UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "custom_logit_processor": (),
     "repetition_detection": (),
     "thinking_token_budget": (),
+    "max_reasoning_tokens": (),
     "prompt_embeds": (),
     "modalities": (["text"],),
     "audio": (),

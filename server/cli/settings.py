@@ -220,6 +220,9 @@ class Settings(BaseModel):
     tool_format: Literal["hermes", "mistral", "llama3", "json"] | None = Field(
         None, description="how the model writes tool calls; default: as its chat template tells"
     )
+    reasoning_parser: Literal["auto", "none", "think", "seed", "mistral", "kimi", "granite"] = (
+        Field("auto", description="how the model writes thoughts; auto: as its chat template tells")
+    )
     max_body: Size = Field(_OPTIONS.max_body_bytes, description="largest request body (413)")
     ping_seconds: float = Field(
         _OPTIONS.ping_seconds, ge=0, description="longest silence of a stream; 0: no pings"
