@@ -16,7 +16,7 @@ _ROLES = ("developer", "system", "user", "assistant", "tool")
 THOUGHTS = ("reasoning_content", "reasoning")
 
 #: Parts that OpenAI's API knows beside text, and what a person calls them.
-_MEDIA = {
+MEDIA = {
     "image_url": "an image",
     "input_image": "an image",
     "image": "an image",
@@ -58,9 +58,9 @@ def _check_content(value: Any) -> str | list[TextPart]:
 
 def _check_part(index: int, part: Any) -> TextPart:
     kind = part.get("type") if isinstance(part, dict) else None
-    if isinstance(kind, str) and kind in _MEDIA:
+    if isinstance(kind, str) and kind in MEDIA:
         raise ValueError(
-            f"part {index} is {_MEDIA[kind]} (type {kind}), but this server reads text only"
+            f"part {index} is {MEDIA[kind]} (type {kind}), but this server reads text only"
         )
     if kind == "text" and isinstance(text := part.get("text"), str):
         return TextPart(type="text", text=text)

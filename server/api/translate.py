@@ -25,6 +25,7 @@ from server.api.checks import (
 from server.api.context import ServerContext
 from server.api.conversation import check_tools, tools_of
 from server.api.errors import ApiError, quote
+from server.api.formats import answer_schema
 from server.api.generation import Job
 from server.api.infill import check_suffix
 from server.api.lengths import Count, check_texts, max_tokens, truncated
@@ -124,7 +125,8 @@ async def chat_job(context: ServerContext, codec: TextCodec, body: ChatCompletio
             "continue_final_message and add_generation_prompt exclude each other.",
             param="continue_final_message",
         )
-    use = await tool_use(codec, body, context.engine.info, options.tool_format)
+    info, answer = context.engine.info, answer_schema(body)
+    use = await tool_use(codec, body, info, options.tool_format, answer)
     form = reasoning_format(context, codec)
     budget = reasoning_budget(body, form)
     wishes = await _wishes(context, codec, body, count, use, form)
