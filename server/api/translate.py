@@ -70,7 +70,8 @@ async def completion_job(context: ServerContext, codec: TextCodec, body: Complet
     )
     check_choices(options, samples, len(items))
     texts = [item for item in items if isinstance(item, str)]
-    check_texts(texts, codec, context.engine.info, "prompt")
+    cuts = body.truncate_prompt_tokens is not None
+    check_texts(texts, codec, context.engine.info, "prompt", truncates=cuts)
     wishes = await _wishes(context, codec, body, count)
     add_special = body.add_special_tokens is not False
     prompts = await codec.encode(texts, add_special_tokens=add_special) if texts else list(items)
@@ -116,7 +117,8 @@ async def chat_job(context: ServerContext, codec: TextCodec, body: ChatCompletio
         variables=template_variables(body),
         tools=tools_of(body),
     )
-    check_texts([text], codec, context.engine.info, "messages")
+    cuts = body.truncate_prompt_tokens is not None
+    check_texts([text], codec, context.engine.info, "messages", truncates=cuts)
     # The template has written the special tokens already.
     prompts = await codec.encode([text], add_special_tokens=bool(body.add_special_tokens))
     return _job(context.engine.info, body, count, wishes, prompts, [text])
