@@ -189,6 +189,11 @@ class Settings(BaseModel):
         True, description="let requests ask whose guesses their tokens are (speculation.trace)"
     )
     ui: bool = Field(True, description="serve a page at / to chat with the model")
+    root_path: str = Field(
+        "",
+        pattern=r"^(/[A-Za-z0-9._~-]+)*$",
+        description="path under which a proxy shows the server, such as /llm, stripped or not",
+    )
     requests_per_minute: Count | None = Field(
         None, description="most POST requests of one key, or of all callers without keys (429)"
     )
