@@ -10,7 +10,7 @@
 #include <cmath>
 #include <type_traits>
 
-#include "matmul.h"
+#include "integers.h"
 #include "pages.h"
 
 namespace {
@@ -34,35 +34,55 @@ struct Softmax {
   Vec sum[kTileRows];
 };
 
+// What the loops over keys and values compute with: of vectors that are wider than a register compilers
+// keep none in registers. Those of a group are computed at once: a block's keys, or the half that is a part.
+constexpr int kGroup = kRegister == kLanes ? kBlock / kRegister : kLanes / kRegister;
+constexpr int kMostVectors = kRegister == kLanes ? 4 : 2;  // of values, for four rows
+
 // Scores of kRows query rows against a block's keys. A score is one accumulator that runs through
 // the words in ascending order.
 template <class T, int kRows>
 inline void score_rows(float* scores, const typename T::Element* queries, const Part<T>* parts, int size, float scale) {
-  constexpr int halves = kBlock / kLanes, w = kPerWord<T>;
-  Vec sums[kRows][halves];
+  constexpr int w = kPerWord<T>;
+  for (int group = 0; group < kBlock; group += kGroup * kRegister) {
+    const typename T::Stored* from[kGroup];
+    int64_t strides[kGroup];
 #pragma GCC unroll 4
-  for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 2
-    for (int i = 0; i < halves; ++i) sums[r][i] = Vec{};
-  for (int d = 0; d < size; d += w) {
-    IVec keys[halves];
-#pragma GCC unroll 2
-    for (int i = 0; i < halves; ++i) keys[i] = T::load_words(parts[i].keys + int64_t(d) * parts[i].stride);
-#pragma GCC unroll 4
-    for (int r = 0; r < kRows; ++r) {
-      const IVec query = broadcast_word(queries + r * size + d);
-#pragma GCC unroll 2
-      for (int i = 0; i < halves; ++i) sums[r][i] = T::multiply_words(sums[r][i], query, keys[i]);
+    for (int i = 0; i < kGroup; ++i) {
+      const int key = group + i * kRegister;
+      from[i] = parts[key / kLanes].keys + key % kLanes * w;
+      strides[i] = parts[key / kLanes].stride;
     }
+    Reg sums[kRows][kGroup];
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
+      for (int i = 0; i < kGroup; ++i) sums[r][i] = Reg{};
+    for (int d = 0; d < size; d += w) {
+      IReg keys[kGroup];
+#pragma GCC unroll 4
+      for (int i = 0; i < kGroup; ++i) keys[i] = T::template load_words<IReg>(from[i] + d * strides[i]);
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; ++r) {
+        const IReg query = repeat_word(queries + r * size + d);
+#pragma GCC unroll 4
+        for (int i = 0; i < kGroup; ++i) sums[r][i] = T::multiply_words(sums[r][i], query, keys[i]);
+      }
+    }
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; ++r)
+#pragma GCC unroll 4
+      for (int i = 0; i < kGroup; ++i) {
+        const int key = group + i * kRegister;
+        Reg factor = Reg{} + scale;
+        if constexpr (kScaleBytes<T> != 0) {
+          const Vec scales = load_scales(parts[key / kLanes].key_scales);
+          factor *= widen_reg(reinterpret_cast<const float*>(&scales) + key % kLanes);
+        }
+        const Reg scaled = sums[r][i] * factor;
+        std::memcpy(scores + r * kBlock + key, &scaled, sizeof scaled);
+      }
   }
-#pragma GCC unroll 4
-  for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 2
-    for (int i = 0; i < halves; ++i) {
-      Vec factor = broadcast(scale);
-      if constexpr (kScaleBytes<T> != 0) factor *= load_scales(parts[i].key_scales);
-      store(scores + r * kBlock + i * kLanes, sums[r][i] * factor);
-    }
 }
 
 // Hides what a row does not see of a block: it sees positions [begin, last]. Returns its best score.
@@ -87,45 +107,52 @@ inline float best_score(float* row, float best, int first, int begin, int last) 
 template <class T>
 inline void weigh(typename T::Element* weights, Softmax& state, float* factors, const float* scores, const float* best,
                   const Part<T>* parts, int begin, int end) {
-  const Vec lowest = broadcast(-std::numeric_limits<float>::infinity());
+  const Reg lowest = Reg{} - std::numeric_limits<float>::infinity();
   store(factors, exp_nonpositive(load(state.max) - load(best)));
   for (int r = begin; r < end; ++r) {
     state.max[r] = best[r];
     state.sum[r] *= factors[r];
     for (int i = 0; i < kBlock; i += kLanes) {
-      const Vec score = load(scores + r * kBlock + i);
-      Vec weight = select(score > lowest, exp_nonpositive(score - best[r]), Vec{});
+      Vec weight;
+#pragma GCC unroll 4
+      for (int j = 0; j < kLanes; j += kRegister) {
+        const Reg score = widen_reg(scores + r * kBlock + i + j);
+        const Reg one = score > lowest ? exp_nonpositive(score - best[r]) : Reg{};
+        std::memcpy(reinterpret_cast<float*>(&weight) + j, &one, sizeof one);
+      }
       state.sum[r] += weight;
-      if constexpr (kScaleBytes<T> != 0)
-        weight = select(score > lowest, weight * load_scales(parts[i / kLanes].value_scales), Vec{});
+      if constexpr (kScaleBytes<T> != 0) {
+        const IVec seen = load(scores + r * kBlock + i) > -std::numeric_limits<float>::infinity();
+        weight = select(seen, weight * load_scales(parts[i / kLanes].value_scales), Vec{});
+      }
       T::narrow(weights + r * kBlock + i, weight);
     }
   }
 }
 
 // output = output * factor + weights * values of the block's tokens [from, to], for kRows rows and
-// kVectors vectors of a head. A word takes in the token before `from`, and after `to`, whose weights
+// kVectors registers of a head. A word takes in the token before `from`, and after `to`, whose weights
 // are 0; what stands there after `to` may be anything.
 template <class T, int kRows, int kVectors>
 inline void add_values(float* output, int padded, const float* factors, const typename T::Element* weights,
                        const Part<T>* parts, int size, int from, int to, int d) {
   constexpr int w = kPerWord<T>;
-  Vec sums[kRows][kVectors];
+  Reg sums[kRows][kVectors];
 #pragma GCC unroll 4
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) sums[r][v] = load(output + r * padded + d + v * kLanes) * factors[r];
+    for (int v = 0; v < kVectors; ++v) sums[r][v] = widen_reg(output + r * padded + d + v * kRegister) * factors[r];
   const auto step = [&](int j, int32_t kept) __attribute__((always_inline)) {
     const auto* words = parts[j / kLanes].values + int64_t(j % kLanes) * size + d * w;
-    IVec values[kVectors];
+    IReg values[kVectors];
 #pragma GCC unroll 4
     for (int v = 0; v < kVectors; ++v) {
-      values[v] = T::load_words(words + v * kLanes * w);
+      values[v] = T::template load_words<IReg>(words + v * kRegister * w);
       if (kept != -1) values[v] &= kept;
     }
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) {
-      const IVec weight = broadcast_word(weights + r * kBlock + j);
+      const IReg weight = repeat_word(weights + r * kBlock + j);
 #pragma GCC unroll 4
       for (int v = 0; v < kVectors; ++v) sums[r][v] = T::multiply_words(sums[r][v], weight, values[v]);
     }
@@ -136,15 +163,16 @@ inline void add_values(float* output, int padded, const float* factors, const ty
 #pragma GCC unroll 4
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) store(output + r * padded + d + v * kLanes, sums[r][v]);
+    for (int v = 0; v < kVectors; ++v)
+      std::memcpy(output + r * padded + d + v * kRegister, &sums[r][v], sizeof(Reg));
 }
 
 template <class T, int kRows>
 inline void add_values(float* output, int padded, const float* factors, const typename T::Element* weights,
                        const Part<T>* parts, int size, int from, int to) {
   int d = 0;
-  for (; d + 4 * kLanes <= padded; d += 4 * kLanes)
-    add_values<T, kRows, 4>(output, padded, factors, weights, parts, size, from, to, d);
+  for (; d + kMostVectors * kRegister <= padded; d += kMostVectors * kRegister)
+    add_values<T, kRows, kMostVectors>(output, padded, factors, weights, parts, size, from, to, d);
   if (d < padded) add_values<T, kRows, 2>(output, padded, factors, weights, parts, size, from, to, d);
 }
 

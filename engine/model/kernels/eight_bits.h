@@ -11,11 +11,12 @@ namespace {
 
 struct Int8 : Float32 {
   typedef int8_t Stored;
-  static IVec load_words(const int8_t* p) {
-    typedef int8_t Bytes __attribute__((vector_size(kLanes)));
+  template <class I> static I load_words(const int8_t* p) {
+    typedef int8_t Bytes __attribute__((vector_size(sizeof(I) / 4)));
+    typedef float F __attribute__((vector_size(sizeof(I))));
     Bytes bytes;
     std::memcpy(&bytes, p, sizeof bytes);
-    return (IVec)__builtin_convertvector(__builtin_convertvector(bytes, IVec), Vec);
+    return (I)__builtin_convertvector(__builtin_convertvector(bytes, I), F);
   }
 };
 
