@@ -22,7 +22,7 @@ inline Vec broadcast(float x) { return Vec{} + x; }
 inline Vec load(const float* p) { Vec v; std::memcpy(&v, p, sizeof v); return v; }
 inline void store(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }
 inline Vec select(IVec mask, Vec a, Vec b) { return mask ? a : b; }
-template <class F> inline F max(F a, F b) { return a > b ? a : b; }
+inline Vec max(Vec a, Vec b) { return a > b ? a : b; }
 
 // The four bytes at p in every lane.
 inline IVec broadcast_word(const void* p) {
@@ -31,41 +31,40 @@ inline IVec broadcast_word(const void* p) {
   return IVec{} + word;
 }
 
-// f over all lanes, in pairs, then pairs of pairs: lane i with lane i + 8, then i + 4 and so on. The
-// vector is halved, since shuffles that are wider than a register are taken apart lane by lane.
-template <int kCount = kLanes, class F, class V>
-inline float reduce(V v, const F& f) {
-  if constexpr (kCount == 2) {
-    return f(float(v[0]), float(v[1]));
-  } else {
-    typedef float Half __attribute__((vector_size(2 * kCount)));
-    Half low, high;
-    std::memcpy(&low, &v, sizeof low);
-    std::memcpy(&high, reinterpret_cast<const char*>(&v) + sizeof low, sizeof high);
-    return reduce<kCount / 2>(f(low, high), f);
-  }
+// f over all lanes, in pairs, then pairs of pairs.
+template <class F>
+inline float reduce(Vec v, const F& f) {
+  const IVec swap8 = {8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7};
+  const IVec swap4 = {4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11};
+  const IVec swap2 = {2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13};
+  const IVec swap1 = {1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14};
+  v = f(v, __builtin_shuffle(v, swap8));
+  v = f(v, __builtin_shuffle(v, swap4));
+  v = f(v, __builtin_shuffle(v, swap2));
+  return f(v, __builtin_shuffle(v, swap1))[0];
 }
 
-inline float sum(Vec v) { return reduce(v, [](auto a, auto b) { return a + b; }); }
-inline float largest(Vec v) { return reduce(v, [](auto a, auto b) { return max(a, b); }); }
+inline float sum(Vec v) { return reduce(v, [](Vec a, Vec b) { return a + b; }); }
+inline float largest(Vec v) { return reduce(v, [](Vec a, Vec b) { return max(a, b); }); }
 
 // exp(x) for x <= 0 to about 2 ulp: 2^n * e^r with |r| <= ln(2) / 2, and for e^r the polynomial of
-// degree 5 with p(0) = 1 whose largest relative error, 9e-8, is smallest. For vectors of any width.
-template <class F>
-inline F exp_nonpositive(F x) {
-  typedef decltype(x > x) I;
-  x = max(x, F{} - 87.0f);
-  const F magic = F{} + 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-  const F shifted = x * 1.44269504f + magic;
-  const F n = shifted - magic;
-  const F r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
-  F p = F{} + 0.00829026382f;
+// degree 5 with p(0) = 1 whose largest relative error, 9e-8, is smallest.
+// For vectors of any width.
+template <class V>
+inline V exp_nonpositive(V x) {
+  typedef decltype(V{} > V{}) I;
+  const V lowest = V{} - 87.0f, magic = V{} + 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+  x = x > lowest ? x : lowest;
+  const V shifted = x * 1.44269504f + magic;
+  const V n = shifted - magic;
+  const V r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
+  V p = V{} + 0.00829026382f;
   p = p * r + 0.0418981648f;
   p = p * r + 0.166676387f;
   p = p * r + 0.499991477f;
   p = p * r + 0.999999702f;
   p = p * r + 1.0f;
-  return (F)((I)p + (((I)shifted - (I)magic) << 23));
+  return (V)((I)p + (((I)shifted - (I)magic) << 23));
 }
 
 inline Vec silu(Vec x) {
@@ -92,11 +91,11 @@ struct Float32 {
   static float widen(float x) { return x; }
   static Vec widen(const float* p) { return load(p); }
   static float narrow(float x) { return x; }
-  static void narrow(float* to, Vec v) { store(to, v); }
-  // sum + products of the elements in each lane's word, for vectors of any width
-  template <class F, class I> static F multiply_words(F sum, I a, I b) { return (F)a * (F)b + sum; }
-  // As many words of the cache
-  template <class I> static I load_words(const float* p) { I v; std::memcpy(&v, p, sizeof v); return v; }
+  template <class V>
+  static void narrow(float* to, const V& v) { std::memcpy(to, &v, sizeof v); }
+  // sum + products of the elements in each lane's word
+  template <class V, class I>
+  static V multiply_words(V sum, I a, I b) { return (V)a * (V)b + sum; }
 };
 
 struct BFloat16 {
@@ -118,19 +117,21 @@ struct BFloat16 {
     if (x != x) return uint16_t(bits >> 16 | 0x40);
     return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
   }
-  static void narrow(uint16_t* to, Vec v) {
+  template <class V>
+  static void narrow(uint16_t* to, const V& v) {
 #if defined(__AVX512BF16__)  // takes denormal numbers for 0
     const __m256bh h = _mm512_cvtneps_pbh((__m512)v);
-    std::memcpy(to, &h, sizeof h);
 #else
-    const UVec bits = (UVec)v, rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-    const UVec nan = (UVec)(v != v);
-    const HVec h = __builtin_convertvector((rounded & ~nan) | ((bits >> 16 | 0x40) & nan), HVec);
-    std::memcpy(to, &h, sizeof h);
+    typedef decltype(v != v) Bits;
+    typedef uint16_t Halves __attribute__((vector_size(sizeof(V) / 2)));
+    const Bits bits = (Bits)v, nan = v != v;
+    const Bits rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    const Halves h = __builtin_convertvector((rounded & ~nan) | ((bits >> 16 | 0x40) & nan), Halves);
 #endif
+    std::memcpy(to, &h, sizeof h);
   }
-  template <class F, class I> static F multiply_words(F sum, I a, I b) { return dot_pairs(sum, a, b); }
-  template <class I> static I load_words(const uint16_t* p) { I v; std::memcpy(&v, p, sizeof v); return v; }
+  template <class V, class I>
+  static V multiply_words(V sum, I a, I b) { return dot_pairs(sum, a, b); }
 };
 
 template <class T>
