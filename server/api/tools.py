@@ -122,9 +122,7 @@ async def tool_use(
             400, f"tool_choice names {quote(named)}, which is not in tools.", param="tool_choice"
         )
     kind = format_of(codec.template)
-    if kind is not None:
-        kind = tool_format or kind
-    else:
+    if kind is None:
         raise ApiError(
             400,
             "This model's chat template knows no tools; leave tools out, or serve a model whose "
@@ -135,7 +133,7 @@ async def tool_use(
         return None
     if named is not None:
         tools = {named: tools[named]}
-    form, grammar = FORMATS[kind], None
+    form, grammar = FORMATS[tool_format or kind], None
     required = named is not None or choice == "required"
     if required or answer is not None or any(tool.strict for tool in tools.values()):
         schemas = await _schemas(codec, tools, required, info)
