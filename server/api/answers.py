@@ -52,11 +52,13 @@ class TracedToken(TypedDict):
 
 
 class Trace(TypedDict):
-    """Where the tokens of a choice, or of its chunk, came from."""
+    """Where the tokens of a choice, or of its chunk, came from; and the choice's speed-up so far,
+    by wall clock against plain decoding, null = unknown."""
 
     drafted: int
     accepted: int
     tokens: list[TracedToken]
+    speedup: float | None
 
 
 class CompletionLogprobs(TypedDict):

@@ -108,6 +108,8 @@ class _Application(FastAPI):
         document = super().openapi()
         if fresh:
             describe_access(document, self._context.options)
+            if self._context.options.root_path:
+                document["servers"] = [{"url": self._context.options.root_path}]
         if not self._complete and self._context.status() == "ready":
             tell_vocabulary(document, self._context.engine.info.vocab_size)
             self._complete = True

@@ -138,8 +138,10 @@ class ChatMessage(BaseModel):
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=128)] | None = None
     tool_call_id: str | None = None
-    reasoning_content: str | None = Field(None, description="An earlier answer's thought.")
-    reasoning: str | None = Field(None, description="Another name of reasoning_content.")
+    reasoning_content: Annotated[str | None, Field(description="An earlier answer's thought.")] = (
+        None
+    )
+    reasoning: Annotated[str | None, Field(description="Another name of reasoning_content.")] = None
     function_call: None = None
     audio: None = None
 

@@ -94,7 +94,11 @@ class SpeculationOptions(BaseModel):
     enabled: bool | None = Field(None, description="false switches speculation off.")
     drafter: str | None = Field(None, description="A loaded drafter, or none.")
     max_draft: int | None = _ranged(0, 64, "Most draft tokens a step.")
-    trace: bool | None = Field(None, description="Each choice tells whose guesses its tokens are.")
+    trace: bool | None = Field(
+        None,
+        description="Each choice tells whose guesses its tokens are; refused where the server's "
+        "setting allow_trace is off.",
+    )
 
 
 class SamplingFields(GuidedFields):

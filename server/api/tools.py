@@ -120,14 +120,20 @@ async def tool_use(
         raise ApiError(
             400, f"tool_choice names {quote(named)}, which is not in tools.", param="tool_choice"
         )
-    info = context.engine.info
-    kind = _kind(codec, context.options.tool_format)
+    kind = format_of(codec.template)
+    if kind is None:
+        raise ApiError(
+            400,
+            "This model's chat template knows no tools; leave tools out, or serve a model whose "
+            "template does.",
+            param="tools",
+        )
     if choice == "none":
         return None
     if named is not None:
         tools = {named: tools[named]}
-    form, grammar = FORMATS[kind], None
-    required = named is not None or choice == "required"
+    form, grammar = FORMATS[context.options.tool_format or kind], None
+    required, info = named is not None or choice == "required", context.engine.info
     if required or answer is not None or any(tool.strict for tool in tools.values()):
         schemas = await _schemas(codec, tools, required, info)
         many = body.parallel_tool_calls is not False and named is None
@@ -144,17 +150,6 @@ async def tool_use(
         source = GrammarSource("lark", text, "tools")
         grammar = await codec.grammars.compile(source, info.eos_token_ids)
     return ToolUse(form, grammar, kind == "mistral")
-
-
-def _kind(codec: TextCodec, tool_format: str | None) -> str:
-    if (kind := format_of(codec.template)) is not None:
-        return tool_format or kind
-    raise ApiError(
-        400,
-        "This model's chat template knows no tools; leave tools out, or serve a model whose "
-        "template does.",
-        param="tools",
-    )
 
 
 async def _schemas(

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engine.config import NO_DRAFTER
-from engine.errors import InvalidRequest
 from engine.types import EngineInfo, Request, SamplingParams, SpeculationParams
 from server.api.checks import (
     bounded,
@@ -17,14 +15,14 @@ from server.api.checks import (
     check_common,
     check_stop,
     is_token_ids,
-    joined,
     largest,
     require,
     template_variables,
 )
 from server.api.context import ServerContext
 from server.api.conversation import check_tools, tools_of
-from server.api.errors import ApiError, quote
+from server.api.drafting import speculation_params
+from server.api.errors import ApiError
 from server.api.formats import answer_schema
 from server.api.generation import Job
 from server.api.infill import check_suffix
@@ -79,7 +77,8 @@ async def completion_job(context: ServerContext, codec: TextCodec, body: Complet
     )
     check_choices(options, samples, len(items))
     texts = [item for item in items if isinstance(item, str)]
-    check_texts(texts, codec, context.engine.info, "prompt")
+    cuts = body.truncate_prompt_tokens is not None
+    check_texts(texts, codec, context.engine.info, "prompt", truncates=cuts)
     gap = check_suffix(codec, body)
     check_texts([body.suffix or ""], codec, context.engine.info, "suffix")
     wishes = await _wishes(context, codec, body, count)
@@ -135,7 +134,8 @@ async def chat_job(context: ServerContext, codec: TextCodec, body: ChatCompletio
         variables=template_variables(body),
         tools=tools_of(body),
     )
-    check_texts([text], codec, context.engine.info, "messages")
+    cuts = body.truncate_prompt_tokens is not None
+    check_texts([text], codec, context.engine.info, "messages", truncates=cuts)
     if form is not None:
         phase = reasoning_phase(form, text, body.messages, continued=continued)
         wishes = await _thoughtful(context, codec, wishes, ReasoningRules(form, phase), budget)
@@ -182,7 +182,7 @@ async def _wishes(
     sampling = await sampling_params(context, codec, body, count, grammar)
     return _Wishes(
         sampling=sampling,
-        speculation=await _speculation(
+        speculation=await speculation_params(
             codec, body, context.engine.info, context.options.allow_trace
         ),
         rules=_text_rules(
@@ -265,36 +265,4 @@ def _text_rules(
         min_tokens=body.min_tokens or 0,
         terminators=named | info.eos_token_ids if sampling.ends_at_eos else named,
         stop_token_ids=named,
-    )
-
-
-async def _speculation(
-    codec: TextCodec, body: GenerationRequest, info: EngineInfo, allow_trace: bool
-) -> SpeculationParams:
-    asked, prediction = body.speculation, body.prediction
-    tokens: Sequence[int] = ()
-    if prediction is not None:
-        # What lies beyond the context can never be generated.
-        text = codec.beginning(joined(prediction.content), info.max_model_len)
-        [tokens] = await codec.encode([text], add_special_tokens=False)
-    drafter = asked.drafter if asked is not None else None
-    choices = (*info.drafters, NO_DRAFTER)
-    if drafter is not None and drafter not in choices:
-        loaded = ", ".join(choices)
-        raise InvalidRequest(
-            f"speculation.drafter is {quote(drafter)}, which is not loaded; choose from: {loaded}.",
-            "speculation.drafter",
-        )
-    trace = bool(asked is not None and asked.trace)
-    if trace and not allow_trace:
-        raise InvalidRequest(
-            "speculation.trace is switched off on this server (allow_trace: false).",
-            "speculation.trace",
-        )
-    return SpeculationParams(
-        enabled=asked.enabled if asked is not None else None,
-        drafter=drafter,
-        max_draft=asked.max_draft if asked is not None else None,
-        prediction=tuple(tokens[: info.max_model_len]),
-        trace=trace,
     )
