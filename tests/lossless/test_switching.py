@@ -59,7 +59,6 @@ def test_texts_are_distributed_as_the_models_while_drafters_switch(
     assert is_lossless(counts[kind], exact_texts(prompt, **params))
     assert done.preemptions > 60
     assert done.accepted > 300
-    print(done.preemptions, done.accepted)
 
 
 @pytest.mark.parametrize("rule", RULES)

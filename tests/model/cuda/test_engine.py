@@ -67,7 +67,7 @@ def test_greedy_is_transformers_with_drafts_that_are_partly_right(family: str) -
 def test_greedy_is_transformers_when_pages_run_out() -> None:
     """Preempted, and read again with pages that are found by their prefix."""
     drafter = adversaries(truth("llama"))["right at first"]
-    done = check_greedy(Setup(loaded(), drafter=drafter, num_pages=9, max_draft=2), "llama")
+    done = check_greedy(Setup(loaded(), drafter=drafter, num_pages=8, max_draft=2), "llama")
     assert done.preemptions > 0
 
 
