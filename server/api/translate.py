@@ -32,6 +32,7 @@ from server.api.reasoning import (
     reasoning_budget,
     reasoning_format,
     reasoning_phase,
+    signs_by_control,
     thought_grammar,
 )
 from server.api.sampling import check_token_ids, sampling_params
@@ -78,7 +79,8 @@ async def completion_job(context: ServerContext, codec: TextCodec, body: Complet
     )
     check_choices(options, samples, len(items))
     texts = [item for item in items if isinstance(item, str)]
-    check_texts(texts, codec, context.engine.info, "prompt")
+    cuts = body.truncate_prompt_tokens is not None
+    check_texts(texts, codec, context.engine.info, "prompt", truncates=cuts)
     gap = check_suffix(codec, body)
     check_texts([body.suffix or ""], codec, context.engine.info, "suffix")
     wishes = await _wishes(context, codec, body, count)
@@ -134,7 +136,8 @@ async def chat_job(context: ServerContext, codec: TextCodec, body: ChatCompletio
         variables=template_variables(body),
         tools=tools_of(body),
     )
-    check_texts([text], codec, context.engine.info, "messages")
+    cuts = body.truncate_prompt_tokens is not None
+    check_texts([text], codec, context.engine.info, "messages", truncates=cuts)
     if form is not None:
         phase = reasoning_phase(form, text, body.messages, continued=continued)
         wishes = await _thoughtful(context, codec, wishes, ReasoningRules(form, phase), budget)
@@ -185,7 +188,7 @@ async def _wishes(
             codec, body, context.engine.info, context.options.allow_trace
         ),
         rules=_text_rules(
-            body, sampling, context.engine.info, keep_control=_signs_by_control(codec, use, form)
+            body, sampling, context.engine.info, keep_control=signs_by_control(codec, use, form)
         ),
         tools=use,
     )
@@ -243,14 +246,6 @@ async def _thoughtful(
         sampling=replace(wishes.sampling, grammar=grammar),
         rules=replace(wishes.rules, reasoning=rules),
     )
-
-
-def _signs_by_control(codec: TextCodec, use: ToolUse | None, form: ReasoningFormat | None) -> bool:
-    """Whether calls or thoughts begin or end with a control token, which has to be read then."""
-    signs = {form.begin, form.end} if form is not None else set[str]()
-    if use is not None:
-        signs.add(use.form.begin.strip())
-    return not signs.isdisjoint(codec.special_ids)
 
 
 def _text_rules(

@@ -62,8 +62,13 @@ class Settings(BaseModel):
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
-        description="type of K/V, of what layers hand on, and of weights that are not in blocks; "
+        description="type of what layers hand on, and of weights that are not in blocks; "
         "auto: bfloat16 where the device computes it natively, else float32",
+    )
+    kv_dtype: Literal["auto", "int8"] = Field(
+        "auto",
+        description="type of keys and values; auto: the dtype; int8: rounded, which takes half the "
+        "memory of bfloat16 and a quarter of float32",
     )
     weights: Literal["auto", "file", "float32", "bfloat16", "int8", "int4"] = Field(
         "auto",
@@ -286,6 +291,7 @@ class Settings(BaseModel):
             runner=self.runner,
             weights=self.weights,
             activations=self.activations,
+            kv_dtype=self.kv_dtype,
             numerics=self.numerics,
         )
         return EngineConfig(

@@ -20,10 +20,11 @@ from engine.config import ModelConfig
 from engine.errors import ConfigurationError, ModelNotSupported
 from engine.model import sources
 from engine.model.checked import load_checked
+from engine.model.choices import choose_weights
 from engine.model.fill import KEPT
 from engine.model.gguf_file import GgufFile
 from engine.model.inventory import describe_weights, in_blocks
-from engine.model.loader import choose_weights, open_model
+from engine.model.loader import open_model
 from engine.model.paths import cache_directory
 from engine.model.probe import probe
 from engine.model.quantized import QuantizedEmbedding, QuantizedLinear, QuantizedWeight
