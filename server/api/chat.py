@@ -133,7 +133,8 @@ class ChatAnswer:
         if self._body.logprobs:
             choice["logprobs"] = self._writer.chat(delta)
         if delta.pieces:
-            choice["trace"] = write_trace(delta, self._codec)
+            speedup = self._generation.choices[choice["index"]].speedup
+            choice["trace"] = write_trace(delta, self._codec, speedup)
         if self._body.return_token_ids:
             choice["token_ids"] = list(delta.token_ids)
         return choice

@@ -117,7 +117,9 @@ class CompletionAnswer:
                 lists = {name: ahead[name] + values for name, values in lists.items()}
             choice["logprobs"] = lists
         if delta.pieces:
-            choice["trace"] = write_trace(delta, self._codec)
+            choice["trace"] = write_trace(
+                delta, self._codec, self._generation.choices[number].speedup
+            )
         if body.return_token_ids:
             choice["token_ids"] = list(delta.token_ids)
             if first:

@@ -16,7 +16,7 @@ _ROLES = ("developer", "system", "user", "assistant", "tool")
 THOUGHTS = ("reasoning_content", "reasoning")
 
 #: Parts that OpenAI's API knows beside text, and what a person calls them.
-_MEDIA = {
+MEDIA = {
     "image_url": "an image",
     "input_image": "an image",
     "image": "an image",
@@ -58,9 +58,9 @@ def _check_content(value: Any) -> str | list[TextPart]:
 
 def _check_part(index: int, part: Any) -> TextPart:
     kind = part.get("type") if isinstance(part, dict) else None
-    if isinstance(kind, str) and kind in _MEDIA:
+    if isinstance(kind, str) and kind in MEDIA:
         raise ValueError(
-            f"part {index} is {_MEDIA[kind]} (type {kind}), but this server reads text only"
+            f"part {index} is {MEDIA[kind]} (type {kind}), but this server reads text only"
         )
     if kind == "text" and isinstance(text := part.get("text"), str):
         return TextPart(type="text", text=text)
@@ -138,8 +138,10 @@ class ChatMessage(BaseModel):
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=128)] | None = None
     tool_call_id: str | None = None
-    reasoning_content: str | None = Field(None, description="An earlier answer's thought.")
-    reasoning: str | None = Field(None, description="Another name of reasoning_content.")
+    reasoning_content: Annotated[str | None, Field(description="An earlier answer's thought.")] = (
+        None
+    )
+    reasoning: Annotated[str | None, Field(description="Another name of reasoning_content.")] = None
     function_call: None = None
     audio: None = None
 

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engine.config import NO_DRAFTER
-from engine.errors import InvalidRequest
 from engine.types import EngineInfo, Request, SamplingParams, SpeculationParams
 from server.api.checks import (
     bounded,
@@ -17,14 +15,15 @@ from server.api.checks import (
     check_common,
     check_stop,
     is_token_ids,
-    joined,
     largest,
     require,
     template_variables,
 )
 from server.api.context import ServerContext
 from server.api.conversation import check_tools, tools_of
-from server.api.errors import ApiError, quote
+from server.api.drafting import speculation_params
+from server.api.errors import ApiError
+from server.api.formats import answer_schema
 from server.api.generation import Job
 from server.api.infill import check_suffix
 from server.api.lengths import Count, check_texts, max_tokens, truncated
@@ -125,7 +124,8 @@ async def chat_job(context: ServerContext, codec: TextCodec, body: ChatCompletio
             "continue_final_message and add_generation_prompt exclude each other.",
             param="continue_final_message",
         )
-    use = await tool_use(codec, body, context.engine.info, options.tool_format)
+    info, answer = context.engine.info, answer_schema(body)
+    use = await tool_use(codec, body, info, options.tool_format, answer)
     form = reasoning_format(context, codec)
     budget = reasoning_budget(body, form)
     wishes = await _wishes(context, codec, body, count, use, form)
@@ -184,7 +184,7 @@ async def _wishes(
     sampling = await sampling_params(context, codec, body, count, grammar)
     return _Wishes(
         sampling=sampling,
-        speculation=await _speculation(
+        speculation=await speculation_params(
             codec, body, context.engine.info, context.options.allow_trace
         ),
         rules=_text_rules(
@@ -260,36 +260,4 @@ def _text_rules(
         min_tokens=body.min_tokens or 0,
         terminators=named | info.eos_token_ids if sampling.ends_at_eos else named,
         stop_token_ids=named,
-    )
-
-
-async def _speculation(
-    codec: TextCodec, body: GenerationRequest, info: EngineInfo, allow_trace: bool
-) -> SpeculationParams:
-    asked, prediction = body.speculation, body.prediction
-    tokens: Sequence[int] = ()
-    if prediction is not None:
-        # What lies beyond the context can never be generated.
-        text = codec.beginning(joined(prediction.content), info.max_model_len)
-        [tokens] = await codec.encode([text], add_special_tokens=False)
-    drafter = asked.drafter if asked is not None else None
-    choices = (*info.drafters, NO_DRAFTER)
-    if drafter is not None and drafter not in choices:
-        loaded = ", ".join(choices)
-        raise InvalidRequest(
-            f"speculation.drafter is {quote(drafter)}, which is not loaded; choose from: {loaded}.",
-            "speculation.drafter",
-        )
-    trace = bool(asked is not None and asked.trace)
-    if trace and not allow_trace:
-        raise InvalidRequest(
-            "speculation.trace is switched off on this server (allow_trace: false).",
-            "speculation.trace",
-        )
-    return SpeculationParams(
-        enabled=asked.enabled if asked is not None else None,
-        drafter=drafter,
-        max_draft=asked.max_draft if asked is not None else None,
-        prediction=tuple(tokens[: info.max_model_len]),
-        trace=trace,
     )

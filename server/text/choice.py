@@ -64,6 +64,7 @@ class Delta:
         pieces: the text token by token, if the engine told where tokens came from. A token whose
             text is released bit by bit has several.
         reasoning: text of the thought before the answer; `text` is the answer's alone then.
+        begin: of all characters the one with which `text` begins.
     """
 
     text: str
@@ -74,6 +75,7 @@ class Delta:
     stop_reason: str | int | None = None
     pieces: tuple[Piece, ...] = ()
     reasoning: str = ""
+    begin: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +204,7 @@ class ChoiceText:
         return Delta(
             text=answer,
             reasoning=reasoning,
+            begin=first_character + len(text) - len(answer),
             token_ids=tuple(token.token_id for token in out),
             logprobs=logprobs if len(logprobs) == len(out) else None,
             offsets=tuple(min(token.start, self._length) for token in out),

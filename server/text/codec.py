@@ -92,10 +92,14 @@ class TextCodec:
             Overloaded: too much waits for the tokenizer already.
         """
 
-        def work() -> list[list[int]]:
-            return self._encode_all(texts, add_special_tokens)
+        def work(text: str) -> list[int]:
+            if isinstance(text, GuardedText):
+                return self._guard.encode(text, add_special_tokens=add_special_tokens)
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
-        return await self._lanes.run(sum(map(len, texts)), work)
+        return await self._lanes.run_all(
+            [(len(text), functools.partial(work, text)) for text in texts]
+        )
 
     def least_tokens(self, text: str) -> int:
         """The fewest tokens that `text` can make, without tokenising it; 0 if that is unknown."""
@@ -120,14 +124,6 @@ class TextCodec:
 
     def _spelled(self, tokens: Sequence[int]) -> bytes:
         return b"".join(map(self.token_bytes, tokens))
-
-    def _encode_all(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
-        return [
-            self._guard.encode(text, add_special_tokens=add_special_tokens)
-            if isinstance(text, GuardedText)
-            else self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-            for text in texts
-        ]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """The text of all `token_ids` together; ids beyond the tokenizer's have none."""
