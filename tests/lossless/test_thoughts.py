@@ -18,7 +18,7 @@ from server.text.reasoning import FORMATS, Phase, ReasoningRules
 from server.text.thought import TagTokens, ThoughtGrammar
 from tests.drafters import ScriptedDrafter
 from tests.fakes import Run, ask, make_engine, run
-from tests.lossless.test_structured import World, world
+from tests.lossless.structured import World, world
 
 THINK = FORMATS["think"]
 SCHEMA = {

@@ -14,7 +14,7 @@ from tokenizers import AddedToken
 from server.api.app import create_app
 from server.api.options import ServerOptions
 from server.text.infill import FORMATS
-from tests.lossless.test_structured import byte_fallback_tokenizer
+from tests.lossless.structured import byte_fallback_tokenizer
 from tests.server.support import (
     MODEL,
     FakeEngine,
