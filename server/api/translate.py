@@ -31,6 +31,7 @@ from server.api.reasoning import (
     reasoning_budget,
     reasoning_format,
     reasoning_phase,
+    signs_by_control,
     thought_grammar,
 )
 from server.api.sampling import check_token_ids, sampling_params
@@ -187,7 +188,7 @@ async def _wishes(
             codec, body, context.engine.info, context.options.allow_trace
         ),
         rules=_text_rules(
-            body, sampling, context.engine.info, keep_control=_signs_by_control(codec, use, form)
+            body, sampling, context.engine.info, keep_control=signs_by_control(codec, use, form)
         ),
         tools=use,
     )
@@ -245,14 +246,6 @@ async def _thoughtful(
         sampling=replace(wishes.sampling, grammar=grammar),
         rules=replace(wishes.rules, reasoning=rules),
     )
-
-
-def _signs_by_control(codec: TextCodec, use: ToolUse | None, form: ReasoningFormat | None) -> bool:
-    """Whether calls or thoughts begin or end with a control token, which has to be read then."""
-    signs = {form.begin, form.end} if form is not None else set[str]()
-    if use is not None:
-        signs.add(use.form.begin.strip())
-    return not signs.isdisjoint(codec.special_ids)
 
 
 def _text_rules(
