@@ -270,7 +270,7 @@ def table(title: str, rows: dict[str, dict[str, float]]) -> None:
     print(f"\n{title}\n\n| | {' | '.join(columns)} |\n|---{'|---:' * len(columns)}|")
     for name, values in rows.items():
         cells = [f"{v:.1%}" if "share" in c else f"{v:.1f}" for c, v in values.items()]
-        print(f"| {name} | {' | '.join(cells)} |")
+        print(f"| {name} | {' | '.join(cells)} |", flush=True)
 
 
 def main() -> None:
