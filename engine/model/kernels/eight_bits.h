@@ -11,12 +11,6 @@ namespace {
 
 struct Int8 : Float32 {
   typedef int8_t Stored;
-  static IVec load_words(const int8_t* p) {
-    typedef int8_t Bytes __attribute__((vector_size(kLanes)));
-    Bytes bytes;
-    std::memcpy(&bytes, p, sizeof bytes);
-    return (IVec)__builtin_convertvector(__builtin_convertvector(bytes, IVec), Vec);
-  }
 };
 
 // Bytes of a key's or value's scale: none but in eight bits.
@@ -25,8 +19,38 @@ constexpr int kScaleBytes = 0;
 template <>
 constexpr int kScaleBytes<Int8> = 2;
 
-// The scales of sixteen tokens; those that nobody wrote may be anything.
-inline Vec load_scales(const int8_t* p) { return BFloat16::widen(reinterpret_cast<const uint16_t*>(p)); }
+// A register of signed bytes.
+inline IReg widen_bytes(const int8_t* p) {
+#if defined(__AVX512F__)
+  return (IReg)_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p));
+#elif defined(__AVX2__)
+  return (IReg)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p));
+#else
+  IReg words;
+  for (int i = 0; i < kRegister; ++i) words[i] = p[i];
+  return words;
+#endif
+}
+
+// A register of words of the cache, as they are multiplied.
+template <class T>
+inline IReg load_words(const typename T::Stored* p) {
+  if constexpr (kScaleBytes<T> != 0) {
+    return (IReg)__builtin_convertvector(widen_bytes(p), Reg);
+  } else {
+    IReg words;
+    std::memcpy(&words, p, sizeof words);
+    return words;
+  }
+}
+
+// A register of scales of tokens; those that nobody wrote may be anything.
+inline Reg load_scales(const int8_t* p) {
+  typedef uint16_t Halves __attribute__((vector_size(2 * kRegister)));
+  Halves halves;
+  std::memcpy(&halves, p, sizeof halves);
+  return (Reg)(__builtin_convertvector(halves, IReg) << 16);
+}
 
 // Rounds the `size` elements of a key or value to whole numbers that lie `stride` apart.
 inline void round_head(const float* x, int size, int8_t* to, int64_t stride, int8_t* scale) {

@@ -114,6 +114,9 @@ extern "C" void specserve_embed(const Decoder* decoder, const int64_t* ids, int6
       widen_fewbit(decoder->embedding_form, decoder->embedding, decoder->hidden, ids[i], block, rows);
 }
 
+// Changes what is fast, and no result; not while a pass runs.
+extern "C" void specserve_tune(const Tuning* chosen) { tuning = *chosen; }
+
 // Which unit multiplies tiles: see `TileUnit` in tiles.h.
 extern "C" int32_t specserve_tile_unit() { return int32_t(tile_unit()); }
 
@@ -122,7 +125,7 @@ extern "C" int64_t specserve_size_of(const char* name) {
   const struct { const char* name; int64_t size; } known[] = {
       {"Arguments", sizeof(Arguments)}, {"Attention", sizeof(Attention)}, {"Decoder", sizeof(Decoder)},
       {"Layer", sizeof(Layer)},         {"Linear", sizeof(Linear)},       {"Move", sizeof(Move)},
-      {"Step", sizeof(Step)},           {"Matrix", sizeof(Matrix)},       {"FewbitLinear", sizeof(FewbitLinear)},
+      {"Step", sizeof(Step)}, {"Tuning", sizeof(Tuning)},           {"Matrix", sizeof(Matrix)},       {"FewbitLinear", sizeof(FewbitLinear)},
   };
   for (const auto& entry : known)
     if (std::strcmp(name, entry.name) == 0) return entry.size;
