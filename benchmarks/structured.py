@@ -1,6 +1,6 @@
 """What structured answers cost and win: masks as a share of a step, and tokens a second over HTTP.
 
-    python -m benchmarks.structured [--model SOURCE] [--streams 1,4,16] [--rounds 2] [--output FILE]
+    python -m benchmarks.structured [--streams 1,4,16] [--rounds 2] [--only rows,steps,http]
 
 First masks in this process: for each row, what it takes to compute the grammar's mask, to move on,
 to look for forced text and to put the mask on the logits, with the model's own tokenizer and with
@@ -127,14 +127,14 @@ def per_row(tokenizer: Any, rounds: int = 5) -> dict[str, float]:
     for _ in range(rounds):
         matcher = grammar.start()
         for token in path:
-            row = None
+            copy = logits.clone()
             for name in ("mask", "apply", "forced", "move"):
                 began = time.perf_counter()
                 if name == "mask":
                     mask = matcher.allowed()
                 elif name == "apply":
                     row = SamplingRow(params, (), [], 0, 0, 0, frozenset(), 0, mask)
-                    penalties.adjust(logits.clone(), row, penalties.Prompts())
+                    penalties.adjust(copy, row, penalties.Prompts())
                 elif name == "forced":
                     matcher.forced()
                 elif not matcher.advance([token]):
@@ -202,6 +202,20 @@ def shares(built: Any, tokenizer: Any, streams: int, tokens: int) -> dict[str, f
         found[f"rows a step, {mode}"] = rows / max(1, steps)
         found[f"share, {mode}"] = inside / max(1e-9, seconds)
     return found
+
+
+def in_process(
+    directory: Path, tokenizer: Any, levels: list[int], tokens: int
+) -> dict[str, dict[str, float]]:
+    """`shares` of each number of streams, after an unmeasured run."""
+    config = EngineConfig(
+        ModelConfig(str(directory)),
+        CacheConfig(memory_bytes=2**30),
+        SchedulerConfig(max_batch_tokens=512, max_sequences=16),
+    )
+    built = build_engine(config)
+    shares(built, tokenizer, 1, 8)
+    return {f"{n} streams": shares(built, tokenizer, n, tokens) for n in levels}
 
 
 # -- over HTTP ---------------------------------------------------------------------------------
@@ -280,32 +294,32 @@ def main() -> None:
     parser.add_argument("--streams", default="1,4,16", help="at most 16 at once")
     parser.add_argument("--rounds", type=int, default=2, help="of each arm over HTTP")
     parser.add_argument("--tokens", type=int, default=96, help="at most, of an answer")
+    parser.add_argument("--only", default="rows,steps,http", help="parts to run")
     parser.add_argument("--output", type=Path, help="JSON of all figures")
     given = parser.parse_args()
     levels = [min(16, int(n)) for n in given.streams.split(",")]
     directory = resolve(given.model)
     tokenizer: Any = load_tokenizer(str(directory))
-    large = enlarged(tokenizer, LARGE)
-    rows = {f"{len(t):,} tokens": per_row(t) for t in (tokenizer, large)}
-    table("Microseconds for a row", rows)
-    config = EngineConfig(
-        ModelConfig(str(directory)),
-        CacheConfig(memory_bytes=2**30),
-        SchedulerConfig(max_batch_tokens=512, max_sequences=16),
-    )
-    built = build_engine(config)
-    shares(built, tokenizer, 1, 8)
-    steps = {f"{n} streams": shares(built, tokenizer, n, given.tokens) for n in levels}
-    worse = (rows[f"{len(large):,} tokens"]["all"]) / 1e3
-    for found in steps.values():  # with the larger vocabulary's rows and this model's steps
-        found["share at 150k, off"] = found["rows a step, off"] * worse / found["ms a step, off"]
-    table("Grammars in steps of this process", steps)
-    del built
-    with serving(["--model", given.model]) as server:
-        rates = asyncio.run(over_http(server.url, levels, given.rounds, given.tokens))
-    table("Tokens a second over HTTP, by streams", rates)
+    found: dict[str, Any] = {}
+    if "rows" in given.only:
+        large = enlarged(tokenizer, LARGE)
+        found["rows"] = {f"{len(t):,} tokens": per_row(t) for t in (tokenizer, large)}
+        table("Microseconds for a row", found["rows"])
+    if "steps" in given.only:
+        found["steps"] = in_process(directory, tokenizer, levels, given.tokens)
+        if "rows" in found:
+            worse = found["rows"][f"{LARGE:,} tokens"]["all"] / 1e3
+            for step in found["steps"].values():  # those rows in this model's steps
+                step["share with 150k, off"] = (
+                    step["rows a step, off"] * worse / step["ms a step, off"]
+                )
+        table("Grammars in steps of this process", found["steps"])
+    if "http" in given.only:
+        with serving(["--model", given.model]) as server:
+            found["http"] = asyncio.run(over_http(server.url, levels, given.rounds, given.tokens))
+        table("Tokens a second over HTTP, by streams", found["http"])
     if given.output:
-        given.output.write_text(json.dumps({"rows": rows, "steps": steps, "http": rates}, indent=1))
+        given.output.write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":
