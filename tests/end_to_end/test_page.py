@@ -172,7 +172,7 @@ def test_a_text_is_shown_to_the_letter_whatever_its_tokens_are(
     text = (
         "# A *title* with `code`\n\n**Bold** and *slanted*, 2*3*4, ** not.\n"
         "```python\ndef f(x):\n    return x  # **no**\n\n```\nafter\n| a | b |\n|---|---|\n"
-        "👍🏽 مرحبا بالعالم " + "long" * 300 + "\n~~~\nnever closed\n"
+        "👍🏽 مرحبا بالعالم " + "long" * 2000 + "\n~~~\nnever closed\n"
     )
     draw = random.Random(7)
     for _ in range(4):
