@@ -244,6 +244,8 @@ class Engine:
 
     def _learn(self, plan: StepPlan, verdicts: Seq[Verdict], stats: StepStats) -> None:
         """What was won is measured before anybody learns from it."""
+        drafted = sum(verdict.drafted for verdict in verdicts)
+        self.parts.scheduler.observe(drafted, stats.verify_seconds)
         gain = self.parts.meter.observe(plan, verdicts, stats)
         self.parts.planner.observe(plan, verdicts, stats, gain)
 

@@ -92,7 +92,7 @@ class SamplingParams:
     @property
     def ends_at_eos(self) -> bool:
         """Whether the model's end tokens end the text."""
-        return not self.ignore_eos or self.grammar is not None
+        return not self.ignore_eos or (self.grammar is not None and bool(self.grammar.end_tokens))
 
 
 @dataclass(frozen=True, slots=True)

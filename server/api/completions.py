@@ -161,6 +161,7 @@ def join(deltas: Sequence[Delta]) -> Delta:
         finish_reason=deltas[-1].finish_reason,
         stop_reason=deltas[-1].stop_reason,
         pieces=tuple(piece for delta in deltas for piece in delta.pieces),
+        reasoning="".join(delta.reasoning for delta in deltas),
     )
 
 

@@ -41,6 +41,8 @@ class ServerOptions:
             chat act as such; else they are text.
         tool_format: how the model writes tool calls, a name in `server.text.calls.FORMATS`; None =
             as its chat template tells.
+        reasoning_parser: how the model writes thoughts, a name in `server.text.reasoning.FORMATS`;
+            "auto" = as its chat template tells, "none" = nobody looks for any.
     """
 
     max_body_bytes: int = 8 * 1024 * 1024
@@ -70,3 +72,4 @@ class ServerOptions:
     root_path: str = ""
     allow_control_tokens: bool = False
     tool_format: str | None = None
+    reasoning_parser: str = "auto"

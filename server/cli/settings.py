@@ -222,8 +222,14 @@ class Settings(BaseModel):
     allow_control_tokens: bool = Field(
         False, description="let control tokens such as <|im_start|> act in chat messages, too"
     )
+    chat_template: str | None = Field(
+        None, description="file with a Jinja template in place of the model's own"
+    )
     tool_format: Literal["hermes", "mistral", "llama3", "json"] | None = Field(
         None, description="how the model writes tool calls; default: as its chat template tells"
+    )
+    reasoning_parser: Literal["auto", "none", "think", "seed", "mistral", "kimi", "granite"] = (
+        Field("auto", description="how the model writes thoughts; auto: as its chat template tells")
     )
     max_body: Size = Field(_OPTIONS.max_body_bytes, description="largest request body (413)")
     ping_seconds: float = Field(

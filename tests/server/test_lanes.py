@@ -312,6 +312,62 @@ def test_in_one_lane_shorter_texts_go_first() -> None:
     assert in_turn(3_000_000, 100_000, 1_000_000) == [100_000, 1_000_000, 3_000_000]
 
 
+def test_shorter_texts_come_between_those_of_a_batch() -> None:
+    order: list[str] = []
+
+    async def run() -> None:
+        lane = lanes._Lane("test")
+        gates = [threading.Event() for _ in range(3)]
+
+        def part(i: int) -> int:
+            assert gates[i].wait(30)
+            order.append(f"part {i}")
+            return i
+
+        batch = asyncio.create_task(
+            lane.run_all([(1_000_000, functools.partial(part, i)) for i in range(3)])
+        )
+        await asyncio.sleep(0)
+        honest = asyncio.create_task(lane.run(1000, lambda: order.append("honest")))
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded, match="3001000 characters"):
+            await lane.run(lanes.MOST_CHARACTERS - 3_000_000, lambda: None)
+        gates[0].set()
+        await honest
+        gates[1].set()
+        gates[2].set()
+        assert await batch == [0, 1, 2]
+        await lane.run(lanes.MOST_CHARACTERS, lambda: order.append("whole"))
+
+    asyncio.run(run())
+    assert order == ["part 0", "honest", "part 1", "part 2", "whole"]
+
+
+def test_a_batch_that_nobody_waits_for_any_more_leaves_nothing_behind() -> None:
+    ran: list[int] = []
+
+    async def run() -> None:
+        lane, gate, begun = lanes._Lane("test"), threading.Event(), threading.Event()
+
+        def part(i: int) -> None:
+            begun.set()
+            assert gate.wait(30)
+            ran.append(i)
+
+        half = lanes.MOST_CHARACTERS // 2
+        batch = asyncio.create_task(
+            lane.run_all([(half, functools.partial(part, i)) for i in range(2)])
+        )
+        await asyncio.to_thread(begun.wait, 30)
+        batch.cancel()
+        gate.set()
+        while lane._characters:
+            await asyncio.sleep(0.001)
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+    assert ran == [0]
+
+
 def test_a_long_text_does_not_wait_for_ever() -> None:
     now = 0.0
     lane = lanes._Lane("test", lambda: now)
