@@ -26,7 +26,7 @@ from server.api.context import ServerContext
 from server.api.conversation import check_tools, tools_of
 from server.api.errors import ApiError, quote
 from server.api.generation import Job
-from server.api.lengths import Count, check_texts, max_tokens, truncated
+from server.api.lengths import Count, check_messages, check_texts, max_tokens, truncated
 from server.api.sampling import check_token_ids, sampling_params
 from server.api.schemas import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from server.api.tools import ToolUse, tool_use
@@ -110,14 +110,16 @@ async def chat_job(context: ServerContext, codec: TextCodec, body: ChatCompletio
         )
     use = await tool_use(codec, body, context.engine.info, options.tool_format)
     wishes = await _wishes(context, codec, body, count, use)
+    messages = check_tools(body.messages, codec.template)
+    cuts = body.truncate_prompt_tokens is not None
+    check_messages(messages, codec, context.engine.info, truncates=cuts)
     text = await codec.write_chat(
-        check_tools(body.messages, codec.template),
+        messages,
         add_generation_prompt=body.add_generation_prompt is not False and not continued,
         continue_final_message=continued,
         variables=template_variables(body),
         tools=tools_of(body),
     )
-    cuts = body.truncate_prompt_tokens is not None
     check_texts([text], codec, context.engine.info, "messages", truncates=cuts)
     # The template has written the special tokens already.
     prompts = await codec.encode([text], add_special_tokens=bool(body.add_special_tokens))
