@@ -106,6 +106,7 @@ def test_what_the_server_refuses_the_document_refuses() -> None:
         (COMPLETIONS, {"prompt": "x", "stop_token_ids": [VOCABULARY]}),
         (CHAT, {**GOOD[CHAT], "chat_template_kwargs": {"messages": []}}),
         (CHAT, {**GOOD[CHAT], "echo": True}),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 1025}]}),
     ],
 )
 def test_both_refuse(path: str, body: dict[str, Any]) -> None:

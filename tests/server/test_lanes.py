@@ -221,6 +221,21 @@ def test_a_conversation_that_cannot_fit_is_not_even_written(path: str) -> None:
     assert len(written) >= 2
 
 
+@pytest.mark.parametrize("extra", [{}, {"chat_template_kwargs": {"a": ["x"] * 2000}}])
+def test_what_a_template_is_given_counts_where_it_is_run(extra: dict[str, Any]) -> None:
+    app, tokenizer = watched()
+    threads: list[str] = []
+
+    def write(*_: Any, **__: Any) -> str:
+        threads.append(threading.current_thread().name)
+        return "short"
+
+    tokenizer.apply_chat_template = write
+    body = {"messages": [{"role": "user", "content": "a"}], **extra}
+    assert call(app, "POST", "/tokenize", json=body).status_code == 200
+    assert threads[-1].startswith("tokenizer-short") == bool(extra)
+
+
 def test_what_may_fit_is_read() -> None:
     app, tokenizer = watched()
     text = TOO_LONG[1:]
