@@ -26,7 +26,7 @@ from server.api.errors import ApiError
 from server.api.formats import answer_schema
 from server.api.generation import Job
 from server.api.infill import check_suffix
-from server.api.lengths import Count, check_texts, max_tokens, truncated
+from server.api.lengths import Count, check_messages, check_texts, max_tokens, truncated
 from server.api.reasoning import (
     reasoning_budget,
     reasoning_format,
@@ -128,14 +128,16 @@ async def chat_job(context: ServerContext, codec: TextCodec, body: ChatCompletio
     form = reasoning_format(context, codec)
     budget = reasoning_budget(body, form)
     wishes = await _wishes(context, codec, body, count, use, form)
+    messages = check_tools(body.messages, codec.template)
+    cuts = body.truncate_prompt_tokens is not None
+    check_messages(messages, codec, context.engine.info, truncates=cuts)
     text = await codec.write_chat(
-        check_tools(body.messages, codec.template),
+        messages,
         add_generation_prompt=body.add_generation_prompt is not False and not continued,
         continue_final_message=continued,
         variables=template_variables(body),
         tools=tools_of(body),
     )
-    cuts = body.truncate_prompt_tokens is not None
     check_texts([text], codec, context.engine.info, "messages", truncates=cuts)
     if form is not None:
         phase = reasoning_phase(form, text, body.messages, continued=continued)
