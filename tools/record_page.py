@@ -26,7 +26,7 @@ from typing import Any
 
 from PIL import Image
 
-SIZE = {"width": 860, "height": 700}
+WIDTH, HEIGHT = 860, 700
 MOST_BYTES = 1_000_000
 SECONDS_BETWEEN = 0.1  # of two pictures, at first
 MOST_PICTURES = 120  # of a scene; in a longer one every other is left out, and so on
@@ -155,7 +155,7 @@ def main() -> None:
     log = Path(arguments.output) / "record_page.log"
     with server(arguments.url, log) as url, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        page = browser.new_page(viewport=SIZE)
+        page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT})
         page.set_default_timeout(600_000)
         record(page, url, arguments.output, arguments.tokens)
         browser.close()
