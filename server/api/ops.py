@@ -14,7 +14,7 @@ from server.api.checks import check_model, require, template_variables
 from server.api.context import ServerContext
 from server.api.conversation import check_tools
 from server.api.errors import ApiError
-from server.api.lengths import check_texts
+from server.api.lengths import check_messages, check_texts
 from server.api.sampling import check_token_ids
 from server.api.schemas import DetokenizeRequest, TokenizeRequest
 from server.text.codec import TextCodec
@@ -119,7 +119,7 @@ def _add_tokenizer(router: APIRouter, context: ServerContext) -> None:
         """The token ids of a text or of a conversation."""
         codec = context.codec()
         check_model(context, body.model)
-        text, field = await _text_to_tokenize(codec, body)
+        text, field = await _text_to_tokenize(context, codec, body)
         check_texts([text], codec, context.engine.info, field)
         special = body.add_special_tokens
         if special is None:
@@ -151,7 +151,9 @@ def _add_tokenizer(router: APIRouter, context: ServerContext) -> None:
         return {"prompt": text, "content": text}
 
 
-async def _text_to_tokenize(codec: TextCodec, body: TokenizeRequest) -> tuple[str, str]:
+async def _text_to_tokenize(
+    context: ServerContext, codec: TextCodec, body: TokenizeRequest
+) -> tuple[str, str]:
     """The text, and the field it came from."""
     fields = [name for name in ("prompt", "content", "messages") if getattr(body, name) is not None]
     if len(fields) > 1:
@@ -161,8 +163,10 @@ async def _text_to_tokenize(codec: TextCodec, body: TokenizeRequest) -> tuple[st
         raise ApiError(400, "Send prompt, content or messages.", param="prompt")
     [field] = fields
     if body.messages is not None:
+        messages = check_tools(body.messages, codec.template)
+        check_messages(messages, codec, context.engine.info)
         text = await codec.write_chat(
-            check_tools(body.messages, codec.template),
+            messages,
             add_generation_prompt=body.add_generation_prompt is not False,
             variables=variables,
         )
