@@ -124,8 +124,7 @@ async def chat_job(context: ServerContext, codec: TextCodec, body: ChatCompletio
             "continue_final_message and add_generation_prompt exclude each other.",
             param="continue_final_message",
         )
-    info, answer = context.engine.info, answer_schema(body)
-    use = await tool_use(codec, body, info, options.tool_format, answer)
+    use = await tool_use(context, codec, body, answer_schema(body))
     form = reasoning_format(context, codec)
     budget = reasoning_budget(body, form)
     wishes = await _wishes(context, codec, body, count, use, form)
@@ -205,9 +204,8 @@ def _job(
     arrival, unique = time.monotonic(), uuid.uuid4().hex
     requests = []
     for index, prompt in enumerate(prompts):
-        kept = truncated(
-            prompt, count, info, keep=body.truncate_prompt_tokens, side=body.truncation_side
-        )
+        keep, side = body.truncate_prompt_tokens, body.truncation_side
+        kept = truncated(prompt, count, info, keep=keep, side=side)
         limit = max_tokens(len(kept), count, info)  # what cannot fit is not looked at
         check_token_ids(kept, info, "prompt")
         requests.append(
