@@ -235,7 +235,9 @@ class Engine:
         move_accepted(ways, self.parts.target, passed.features)
         for rows, judgement in judged:
             if rows.sequence in kept:
-                self._events += commit(rows, judgement, self.parts.pool, laps)
+                self._events += commit(
+                    rows, judgement, self.parts.pool, laps, self.parts.meter.of_request
+                )
         verdicts = {sequence: judgement.verdict for sequence, judgement in kept.items()}
         self.parts.drafters.observe(view_step(layout.sequences, verdicts, passed.features))
         return [kept.get(r.sequence, NOTHING).verdict for r in layout.sequences]

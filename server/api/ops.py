@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, Response
 from typing_extensions import TypedDict
@@ -67,11 +67,13 @@ def _add_health(router: APIRouter, context: ServerContext) -> None:
         return JSONResponse({"status": "ok"})
 
     @router.get("/metrics", tags=["health"], response_class=Response, responses=_METRICS)
-    async def metrics() -> Response:
-        """Prometheus metrics."""
+    async def metrics(
+        names: Annotated[list[str], Query(alias="name[]", default_factory=list)],
+    ) -> Response:
+        """Prometheus metrics; all, or the samples that are named."""
         up = context.status() == "ready"
         text = context.metrics.render(
-            context.engine.info if up else None, step_age=context.engine.step_age
+            context.engine.info if up else None, step_age=context.engine.step_age, names=names
         )
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 

@@ -54,6 +54,7 @@ def calls_grammar(
     required: bool,
     many: bool,
     special: Mapping[str, int],
+    answer: Mapping[str, Any] | None = None,
 ) -> str:
     """A Lark grammar of answers that call tools.
 
@@ -63,6 +64,7 @@ def calls_grammar(
         required: whether the answer must be a call; else it may be text, with or without calls.
         many: whether there may be several calls.
         special: control tokens by their text: written as tokens, since no text spells them.
+        answer: the JSON schema of answers that call none; None = they are any text.
     """
     begin, end = form.begin.rstrip("\n"), form.end.strip("\n")
     opened = _literal(begin, special)
@@ -73,10 +75,19 @@ def calls_grammar(
     else:
         again = f' ("\\n" {opened}{gap} call {closed})*' if many and begin else ""
         calls = f"{gap} call {closed}{again}"
-    lines = [f"start: {opened}{calls}"] if required else _with_text(begin, opened, calls, special)
+    if required:
+        lines = [f"start: {opened}{calls}"]
+    elif answer is not None:
+        styled = json.dumps({"x-guidance": JSON_STYLE, **answer})
+        lines = [f"start: answer | {opened}{calls}", f"answer: %json {styled}"]
+    else:
+        lines = _with_text(begin, opened, calls, special)
     lines.append("call: " + " | ".join(f"c{i}" for i in range(len(tools))))
     for i, (name, schema) in enumerate(tools.items()):
-        head = json.dumps(f'{{"name": {json.dumps(name)}, "{form.arguments}": ', ensure_ascii=False)
+        head = _quoted(f'{{"name": {json.dumps(name)}, "{form.arguments}": ')
+        if answer is not None and not begin:  # the lexer has to tell it from other JSON
+            parts = ("{", '"name"', ": ", json.dumps(name), ", ", f'"{form.arguments}"', ": ")
+            head = " ".join(map(_quoted, parts))
         styled = json.dumps({**schema, "x-guidance": JSON_STYLE})
         lines += [f'c{i}: {head} a{i} "}}"', f"a{i}: %json {styled}"]
     return "\n".join(lines) + "\n"
@@ -85,7 +96,11 @@ def calls_grammar(
 def _literal(text: str, special: Mapping[str, int]) -> str:
     if text in special:
         return f"<[{special[text]}]>"
-    return json.dumps(text, ensure_ascii=False) if text else ""
+    return _quoted(text) if text else ""
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _with_text(begin: str, opened: str, calls: str, special: Mapping[str, int]) -> list[str]:
