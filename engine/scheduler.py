@@ -105,7 +105,7 @@ class Scheduler:
         """
         prompts = self._prompts
         if prompts is not None and prompts.decodes and self.config.decode_stretch:
-            self.pace.observe(prompts.load_with(drafted), seconds, reads=bool(prompts.fed))
+            self.pace.observe(*prompts.loads(drafted), seconds)
 
     def plan(self) -> StepPlan:
         """Decides the next step and reserves the pages it writes to."""
@@ -164,7 +164,7 @@ class Scheduler:
         """Sequences with more than their last token to feed share the budget; returns what
         they use of it."""
         stretch, rows = self.config.decode_stretch, self.config.max_logprob_rows
-        limits = Limits(budget, rows, stretch, self.pace.caution)
+        limits = Limits(budget, rows, stretch, self.pace.factor)
         prompts = self._prompts = PromptBudget(limits, list(self._planned), self.cost)
         if self._planned and stretch and self.pace.wants_plain:
             return 0
