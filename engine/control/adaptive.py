@@ -170,7 +170,7 @@ class AdaptivePlanner:
             for line, length in zip(step.lines, best.lengths, strict=True):
                 if length:
                     step.draft(line, length)
-        if best.promise > 0.0:
+        if best.could_pay:
             self._probe(step, best)
         step.leave_out(OffReason.NOT_WORTH_IT)
 

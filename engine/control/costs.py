@@ -204,17 +204,25 @@ class DraftCost:
         return passes > 0.0 or each > 0.5 * call
 
     @property
+    def sequence_seconds(self) -> float:
+        """For each sequence that drafts."""
+        return self._terms.weights[1]
+
+    @property
+    def token_seconds(self) -> float:
+        """For each draft token."""
+        return self._terms.weights[3]
+
+    @property
     def read_seconds(self) -> float:
         """For each token that it has to catch up with before it drafts."""
         return self._terms.weights[4]
 
-    def seconds(self, sequences: Floats, rounds: Floats, tokens: Floats) -> Floats:
-        """Elementwise: for so many sequences that draft, rounds, and tokens altogether."""
-        call, sequence, each, token, _, passes = self._terms.weights
-        result = sequence * sequences
-        result += token * tokens
-        result += call * (sequences > 0)
-        result += each * rounds
+    def shared_seconds(self, rounds: Floats, tokens: Floats) -> Floats:
+        """Elementwise, what sequences share: the call, and so many rounds for so many tokens."""
+        call, _, each, _, _, passes = self._terms.weights
+        result = each * rounds
+        result += call * (rounds > 0)
         if self.runs_model:
             sizes = tokens / np.maximum(rounds, 1.0)
             result += passes * rounds * np.interp(sizes, *self._curve)
