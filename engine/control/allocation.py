@@ -1,15 +1,11 @@
 """Which sequences get how many draft tokens, so that the step yields the most tokens a second.
 
 All candidates (draft tokens that could be checked, of all sequences) stand in one queue, the
-likeliest to survive first. Since a token is never likelier to survive than the one before it,
-every front part of the queue gives each sequence the beginning of its draft. Each front part is
-priced with the measured costs, which rise in steps, and the best one wins. This is exact for
-independent outcomes. Where the rounds of a draft model cost, there are several queues, each up to
-some number of rounds. Nothing depends on the tokens themselves, so every verification rule stays
-lossless.
-
-Where several drafters may guess for a sequence, there are several such queues: one for each
-drafter alone, and one with the drafter for each sequence that gains most by itself.
+likeliest to survive first. A token is never likelier to survive than the one before it, so every
+front part of the queue is the beginning of each draft; it is priced with the measured costs, and
+the best one wins, which is exact for independent outcomes. Where the rounds of a draft model cost
+there is a queue for each number of them; where there are several drafters, one for each alone and
+one of the best for each sequence. Nothing depends on the tokens, so all verification is lossless.
 """
 
 from __future__ import annotations
@@ -59,10 +55,6 @@ class Line:
     backlog: int = 0
     by_depth: Floats = field(default_factory=lambda: FLAT)
 
-    def tokens(self, length: int) -> float:
-        """Expected of a draft of this length."""
-        return float((self.acceptance * self.by_depth[:length]).cumprod().sum())
-
 
 @dataclass(slots=True)
 class Allocation:
@@ -87,11 +79,6 @@ class Allocation:
     saved_seconds: float = 0.0
     could_pay: bool = True
 
-    @property
-    def gain(self) -> float:
-        """Expected saving as a share of the step without drafts."""
-        return self.saved_seconds / self.plain_seconds
-
 
 @dataclass(slots=True)
 class _Queue:
@@ -103,18 +90,14 @@ class _Queue:
     alone: Floats  # seconds of the emitting sequences alone
     whole: Floats  # with the prefill that shares the pass
 
-    def token_seconds(self, waiting: float) -> float:
-        """Of a token at its cheapest, where so many wait for the step."""
-        return float((self.alone / (self.more + waiting)).min())
+    def token_seconds(self, batch: int) -> float:
+        """Of a token at its cheapest."""
+        each = self.alone / (self.more + batch)
+        return float(each[each.argmin()])  # a fraction of what `min` takes
 
 
 def allocate(
-    lines: Sequence[Line],
-    decode: Load,
-    whole: Load,
-    costs: CostModel,
-    depth: int,
-    arriving: float = 0.0,
+    lines: Sequence[Line], decode: Load, whole: Load, costs: CostModel, depth: int
 ) -> Allocation:
     """Chooses draft lengths, and the drafter of each sequence.
 
@@ -125,24 +108,21 @@ def allocate(
             is worth what it takes in pure decoding, and only what drafts add is weighed.
         costs: of this machine.
         depth: longest draft.
-        arriving: requests that are expected to arrive during the step. They wait for its end as
-            those do that emit in it: what drafts add to it costs them as much.
     """
     pricing = _Pricing(lines, decode, whole, costs, depth)
-    waiting = decode.batch + arriving
     names = list(pricing.groups)
     queues = [queue for name in names for queue in pricing.queues([name], pricing.groups[name])]
-    worth = min(queue.token_seconds(waiting) for queue in queues)
+    worth = min([queue.token_seconds(decode.batch) for queue in queues])
     if len(names) > 1:
         queues += pricing.queues(names, pricing.best_lines(worth))
-        worth = min(queue.token_seconds(waiting) for queue in queues)
+        worth = min([queue.token_seconds(decode.batch) for queue in queues])
     plain = float(queues[0].whole[0])
     best = Allocation([0] * len(lines), decode.batch, plain, plain, worth)
     for queue in queues:
-        saved = queue.more * worth - (queue.whole - plain)
-        at = int(saved.argmax())
-        if saved[at] > best.saved_seconds:
-            best.saved_seconds = float(saved[at])
+        score = queue.more * worth - queue.whole
+        at = int(score.argmax())
+        if at and score[at] + plain > best.saved_seconds:
+            best.saved_seconds = float(score[at]) + plain
             best.tokens, best.seconds = decode.batch + float(queue.more[at]), float(queue.whole[at])
             best.lengths = np.bincount(queue.lines[:at], minlength=len(lines)).tolist()
     best.could_pay = best.saved_seconds > 0.0 or any(
@@ -169,10 +149,9 @@ class _Pricing:
         self._each = self._price_each()
         # Ties keep the order of depth, so that fronts remain beginnings of drafts.
         order = (-self._survival).ravel().argsort(kind="stable")
-        room = sum([min(line.limit, depth) for line in lines])
+        room = len(order) if self._all else int(np.count_nonzero(self._survival >= 0.0))
         self._order = order[:room]
-        self._place = self._order // depth
-        self._at = self._order - self._place * depth
+        self._place, self._at = np.divmod(self._order, depth)
         overhead = costs.overhead(decode.batch)
         self._alone = costs.target.table(decode, room) + overhead
         self._whole = self._alone
@@ -187,21 +166,23 @@ class _Pricing:
         first = np.array([line.acceptance for line in self._lines])
         survival: Floats = (first[:, None] * by_depth).cumprod(axis=1)
         limits = [line.limit for line in self._lines]
-        if min(limits) < self._depth:
+        self._all = min(limits) >= self._depth
+        if not self._all:
             survival[COUNTS[1 : self._depth + 1] > np.array(limits)[:, None]] = -1.0
         return survival
 
     def _price_each(self) -> Floats:
         """Seconds that a candidate adds by itself outside of the pass: [lines, depths]."""
-        each = np.full(self._survival.shape, self._costs.extra)
+        each = np.empty_like(self._survival)
+        each.fill(self._costs.extra)
         for name, own in self.groups.items():
-            draft = self._costs.draft(name)
+            sequence, token, read = self._costs.draft(name).each_seconds
             rows = own if len(self.groups) > 1 else slice(None)
-            each[rows] += draft.token_seconds
-            each[rows, 0] += draft.sequence_seconds
+            each[rows] += token
+            each[rows, 0] += sequence
             for number in own:
                 if backlog := self._lines[number].backlog:
-                    each[number, 0] += backlog * draft.read_seconds / _CATCH_UP_STEPS
+                    each[number, 0] += backlog * read / _CATCH_UP_STEPS
         return each
 
     def queues(self, names: Sequence[str], lines: Sequence[int]) -> Iterator[_Queue]:

@@ -34,7 +34,7 @@ async function explain(response) {
 function options(speculation = {}) {
   const asked = { trace: true, ...speculation };
   if ($("drafter").value && asked.enabled !== false) asked.drafter = $("drafter").value;
-  if ($("max-draft").value && asked.enabled !== false) asked.max_draft = Number($("max-draft").value);
+  if ($("max-draft").value && asked.enabled !== false) asked.num_speculative_tokens = Number($("max-draft").value);
   const body = { max_tokens: Number($("max-tokens").value) || 256, speculation: asked };
   body.temperature = Number($("temperature").value) || 0;
   return body;

@@ -7,8 +7,8 @@ from itertools import product
 
 import pytest
 
+from engine.calibration import Calibration
 from engine.control.allocation import Line, allocate
-from engine.control.calibration import Calibration
 from engine.control.costs import CostModel
 from engine.load import Load
 
