@@ -11,9 +11,9 @@ from __future__ import annotations
 import bisect
 import math
 from dataclasses import dataclass
-from typing import Protocol
 
 from engine.cache.pages import TARGET
+from engine.pace import Counts, PassCost
 from engine.sequence import Sequence
 
 #: While nothing is measured, a pass is taken to double its time at so many tokens more.
@@ -24,27 +24,6 @@ _DOUBLING = 32
 _LOGPROB_SHARE = 0.5
 
 
-#: Arguments of `PassCost.seconds`.
-_Load = tuple[int, int, int, int, int]
-
-
-class PassCost(Protocol):
-    """What a pass of the target takes on this machine."""
-
-    def seconds(
-        self, rows: int, sequences: int, context: int, attention: int, silent: int = 0
-    ) -> float | None:
-        """Seconds of one pass; None while nothing is known.
-
-        Args:
-            rows: query tokens.
-            sequences: sequences in the pass.
-            context: cached tokens read, its own included, summed over sequences.
-            attention: pairs of a query token and a cached token.
-            silent: query tokens that are given no logits.
-        """
-
-
 @dataclass(frozen=True, slots=True)
 class Limits:
     """What a step may hold at most.
@@ -53,11 +32,13 @@ class Limits:
         tokens: query tokens left for prompts.
         logprob_rows: tokens of prompts whose log probabilities are wanted.
         stretch: how many times its plain time a step that decodes may take; 0 = unbounded.
+        caution: how many times longer than its price says a pass that reads prompts takes.
     """
 
     tokens: int
     logprob_rows: int
     stretch: float
+    caution: float = 1.0
 
 
 class PromptBudget:
@@ -67,19 +48,26 @@ class PromptBudget:
         limits: of the step.
         decodes: sequences that are fed their one token in it.
         cost: of passes; None = unknown.
+
+    Attributes:
+        fed: tokens by sequence.
+        tokens: that may still be fed.
+        decodes: how many there are.
     """
 
     def __init__(self, limits: Limits, decodes: list[Sequence], cost: PassCost | None) -> None:
         self.fed: dict[Sequence, int] = {}
         self.tokens = limits.tokens
         self._logprob_rows = limits.logprob_rows
-        read = sum(s.table.num_cached[TARGET] + 1 for s in decodes)
-        drafts = sum(s.last_draft for s in decodes)
+        self.decodes = len(decodes)
+        self._read = read = sum(s.table.num_cached[TARGET] + 1 for s in decodes)
+        self._drafts = drafts = sum(s.last_draft for s in decodes)
         pairs = sum((1 + s.last_draft) * (s.table.num_cached[TARGET] + 1) for s in decodes)
         self._load = (len(decodes) + drafts, len(decodes), read, pairs, 0)
         self._cost = cost if decodes and limits.stretch else None
         self._seconds = self._cost.seconds(*self._load) if self._cost else None
-        self._most = math.inf if self._seconds is None else limits.stretch * self._seconds
+        stretch = limits.stretch / limits.caution
+        self._most = math.inf if self._seconds is None else stretch * self._seconds
         if decodes and limits.stretch and self._seconds is None:
             most = int((limits.stretch - 1) * (_DOUBLING + len(decodes)))
             self.tokens = min(self.tokens, max(1, most))
@@ -106,6 +94,18 @@ class PromptBudget:
             self._load = self._with(sequence, before, before + more)
             self._seconds = self._time(self._load)
 
+    def load_with(self, drafted: int) -> Counts:
+        """The load of the pass as it is planned so far, with so many draft tokens in it."""
+        rows, sequences, context, attention, silent = self._load
+        more = drafted - self._drafts
+        return (
+            rows + more,
+            sequences,
+            context,
+            attention + more * self._read // self.decodes,
+            silent,
+        )
+
     def _affordable(self, sequence: Sequence, before: int, most: int, share: float) -> int:
         """Of `most` further tokens those that there is time for."""
         if self._seconds is None:
@@ -117,7 +117,7 @@ class PromptBudget:
             key=lambda more: self._time(self._with(sequence, before, before + more)),
         )
 
-    def _with(self, sequence: Sequence, before: int, after: int) -> _Load:
+    def _with(self, sequence: Sequence, before: int, after: int) -> Counts:
         """The load of the pass if a sequence is fed `after` tokens instead of `before`."""
         rows, sequences, context, attention, silent = self._load
         cached, more = sequence.table.num_cached[TARGET], after - before
@@ -127,7 +127,7 @@ class PromptBudget:
         read = context + more + first * cached
         return rows + more, sequences + first, read, attention + pairs, silent + quiet
 
-    def _time(self, load: _Load) -> float:
+    def _time(self, load: Counts) -> float:
         seconds = self._cost.seconds(*load) if self._cost else None
         return math.inf if seconds is None else seconds
 

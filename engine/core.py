@@ -236,13 +236,17 @@ class Engine:
         move_accepted(ways, self.parts.target, passed.features)
         for rows, judgement in judged:
             if rows.sequence in kept:
-                self._events += commit(rows, judgement, self.parts.pool, laps)
+                self._events += commit(
+                    rows, judgement, self.parts.pool, laps, self.parts.meter.of_request
+                )
         verdicts = {sequence: judgement.verdict for sequence, judgement in kept.items()}
         self.parts.drafters.observe(view_step(layout.sequences, verdicts, passed.features))
         return [kept.get(r.sequence, NOTHING).verdict for r in layout.sequences]
 
     def _learn(self, plan: StepPlan, verdicts: Seq[Verdict], stats: StepStats) -> None:
         """What was won is measured before anybody learns from it."""
+        drafted = sum(verdict.drafted for verdict in verdicts)
+        self.parts.scheduler.observe(drafted, stats.verify_seconds)
         gain = self.parts.meter.observe(plan, verdicts, stats)
         self.parts.planner.observe(plan, verdicts, stats, gain)
 

@@ -24,9 +24,10 @@ class Matcher(Protocol):
     def rewind(self, count: int) -> None:
         """Takes back the last `count` tokens."""
 
-    def allowed(self) -> bytes:
+    def allowed(self) -> bytes | None:
         """One bit for each token id that may come next, the lowest id in the lowest bit of the
-        first byte. Ids beyond are not allowed; end tokens are where the text may end."""
+        first byte. Ids beyond are not allowed; end tokens are where the text may end. None = any
+        may."""
 
     def forced(self) -> list[int]:
         """What must come next, spelled as the tokenizer spells it; none where there is a choice.
@@ -46,7 +47,7 @@ class Grammar(Protocol):
 
     @property
     def end_tokens(self) -> frozenset[int]:
-        """Tokens that end a text."""
+        """Tokens that end a text; none if it binds but a part of it, and not its end."""
 
     def start(self) -> Matcher:
         """A matcher before the first token."""
@@ -79,7 +80,8 @@ class GrammarCursor:
         self.failure: str | None = None
 
     def allowed(self, path: Sequence[int]) -> bytes | None:
-        """The tokens that may follow `path`, as in `Matcher.allowed`; None = nothing is known."""
+        """The tokens that may follow `path`, as in `Matcher.allowed`; None = any may, or nothing is
+        known."""
         try:
             if (matcher := self._at(path)) is None:
                 return None

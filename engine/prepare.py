@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from engine.cache.pages import PRIVATE, PagePool
-from engine.calibrate import PassTimer, load_calibration
+from engine.calibrate import PassTimer, load_calibration, load_tuning
 from engine.calibration import Calibration
 from engine.config import EngineConfig
 from engine.control.costs import CostModel
@@ -24,6 +24,9 @@ from engine.rules import RequestRules
 from engine.types import Failed, Request, SamplingParams, SpeculationParams
 
 logger = logging.getLogger(__name__)
+
+#: Runners whose matrices are multiplied by kernels that have variants: see `engine.model.tuning`.
+_OWN_KERNELS = ("native", "torch")
 
 #: Seconds a start may wait for the memory of the K/V pages.
 _POPULATE_SECONDS = 5.0
@@ -77,16 +80,23 @@ def measure(
         pool: all of its pages free.
     """
 
+    def kept(paged: PagedModel) -> str:
+        model, activations = paged.model, config.model.activations
+        return f"{model.dtype_name} {model.shape.dtype} {model.weights.kinds} {activations}"
+
     def timed(paged: PagedModel, path: str) -> Calibration:
         return load_calibration(
             path,
-            f"{paged.model.shape.dtype} {paged.model.weights.kinds} {config.model.activations}",
+            kept(paged),
             paged.runner,
             pool,
             most_rows=min(config.scheduler.max_batch_tokens, _MOST_ROWS),
             longest=paged.model.max_model_len,
         )
 
+    if target.model.runner_name in _OWN_KERNELS:
+        kinds = target.model.weights.kinds
+        load_tuning(config.model.path, kept(target), target.runner, pool, kinds)
     drafts = {name: timed(paged, _path_of(name, config)) for name, paged in drafting.items()}
     most_rows = config.scheduler.max_batch_tokens
     return CostModel(timed(target, config.model.path), most_rows, drafts)

@@ -11,9 +11,10 @@ from __future__ import annotations
 import bisect
 from dataclasses import dataclass
 
-from engine.budget import Limits, PassCost, PromptBudget, share_out
+from engine.budget import Limits, PromptBudget, share_out
 from engine.cache.pages import TARGET, PagePool
 from engine.config import SchedulerConfig
+from engine.pace import Pace, PassCost
 from engine.sequence import Sequence, Status
 
 
@@ -73,6 +74,8 @@ class Scheduler:
         self.config = config
         self.pool = pool
         self.cost = cost
+        self.pace = Pace(cost)
+        self._prompts: PromptBudget | None = None  # of the last plan
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self._unread: set[Sequence] = set()  # admitted and not fed yet
@@ -92,6 +95,17 @@ class Scheduler:
         self._unread.discard(sequence)
         self.pool.free(sequence.table)
         sequence.status = Status.FINISHED
+
+    def observe(self, drafted: int, seconds: float) -> None:
+        """Learns from the pass of the last plan.
+
+        Args:
+            drafted: draft tokens that were in it.
+            seconds: that it took.
+        """
+        prompts = self._prompts
+        if prompts is not None and prompts.decodes and self.config.decode_stretch:
+            self.pace.observe(prompts.load_with(drafted), seconds, reads=bool(prompts.fed))
 
     def plan(self) -> StepPlan:
         """Decides the next step and reserves the pages it writes to."""
@@ -149,8 +163,11 @@ class Scheduler:
     def _plan_prompts(self, budget: int) -> int:
         """Sequences with more than their last token to feed share the budget; returns what
         they use of it."""
-        limits = Limits(budget, self.config.max_logprob_rows, self.config.decode_stretch)
-        prompts = PromptBudget(limits, list(self._planned), self.cost)
+        stretch, rows = self.config.decode_stretch, self.config.max_logprob_rows
+        limits = Limits(budget, rows, stretch, self.pace.caution)
+        prompts = self._prompts = PromptBudget(limits, list(self._planned), self.cost)
+        if self._planned and stretch and self.pace.wants_plain:
+            return 0
         reading = [s for s in self.running if s not in self._planned]
         share_out(sorted(reading, key=lambda s: s.order), prompts)
         for sequence, fed in prompts.fed.items():

@@ -37,6 +37,7 @@ class Sequence:
         limit: most tokens it may ever hold (prompt, `max_tokens` and the model's context).
         drafters: names of those that may draft for it, in the order of preference where nothing
             else decides; the planner says who does in a step.
+        drafted_by: `draft_tokens` by drafter.
         last_draft: draft tokens that were checked for it in its last step.
         prompt_logprobs: entries of the prompt computed so far; entry 0 is None.
         grammar: answers what the request's grammar allows, if it has one.
@@ -58,6 +59,7 @@ class Sequence:
     status: Status = Status.WAITING
     cached_prompt_tokens: int = 0
     draft_tokens: int = 0
+    drafted_by: dict[str, int] = field(default_factory=dict)
     accepted_tokens: int = 0
     last_draft: int = 0
     target_passes: int = 0
@@ -152,4 +154,5 @@ class Sequence:
             finished=time.monotonic(),
             accepted_prediction_tokens=self.accepted_prediction_tokens,
             rejected_prediction_tokens=self.rejected_prediction_tokens,
+            drafted_by=tuple(self.drafted_by.items()),
         )

@@ -161,7 +161,7 @@ def _costs(costs: CostModel, depth: int) -> dict[str, Any]:
 def _typical(planner: AdaptivePlanner, drafter: str, batch: int) -> Allocation:
     """What would be planned for a batch of sequences that nothing is known of."""
     depth, context = planner.depth, batch * planner.typical_context
-    odds = planner.acceptance.typical(drafter)
+    odds = planner.acceptance.pools[drafter].overall
     by_depth = planner.acceptance.by_depth(drafter, depth)
     lines = [Line(index, drafter, depth, odds, by_depth=by_depth) for index in range(batch)]
     load = Load(batch, batch, batch, context, context)

@@ -92,7 +92,7 @@ class SamplingParams:
     @property
     def ends_at_eos(self) -> bool:
         """Whether the model's end tokens end the text."""
-        return not self.ignore_eos or self.grammar is not None
+        return not self.ignore_eos or (self.grammar is not None and bool(self.grammar.end_tokens))
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +184,7 @@ class SequenceStats:
     accepted_prediction_tokens: int = 0  # drafts that came from the request's own `prediction`
     rejected_prediction_tokens: int = 0
     speedup: float | None = None  # against plain decoding, by wall clock; None = unknown
+    drafted_by: tuple[tuple[str, int], ...] = ()  # `draft_tokens` by drafter, if there are any
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +195,7 @@ class DraftTrace:
     drafted: int  # draft tokens that the target checked
     accepted: int  # so many of the tokens, the first ones, were drafted
     refused: tuple[int, ...]  # draft tokens in whose place the target said something else
+    speedup: float | None = None  # of the choice up to the step before; None = unknown
 
 
 @dataclass(frozen=True, slots=True)

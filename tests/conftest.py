@@ -16,6 +16,7 @@ import hypothesis
 import pytest
 from filelock import FileLock
 
+from tests import costs
 from tests.marking import SLOW_MARKS, is_slow, marks_of
 from tests.workers import Turns, printable
 
@@ -24,8 +25,13 @@ from tests.workers import Turns, printable
 gc.disable()
 
 # How fast examples are made is no claim of any test, and differs from machine to machine.
+# Examples are the same in every run: what fails fails for everybody, and what passes stays so.
 hypothesis.settings.register_profile(
-    "suite", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    "suite",
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
 hypothesis.settings.load_profile("suite")
 
@@ -34,6 +40,7 @@ if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 _TURNS = pytest.StashKey[Turns]()
+_BEGUN = pytest.StashKey[float]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -94,6 +101,38 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 def pytest_report_to_serializable() -> Generator[None, dict[str, Any], dict[str, Any]]:
     """Reports travel from worker to master as UTF-8, whatever a test has logged."""
     return printable((yield))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> Generator[None, object, object]:
+    item.stash[_BEGUN] = costs.cpu_seconds()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, object, object]:
+    try:
+        return (yield)
+    finally:  # reports carry properties from worker to master
+        seconds = costs.cpu_seconds() - item.stash[_BEGUN]
+        item.user_properties.append((costs.PROPERTY, round(seconds, 3)))
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    found = [
+        (report.nodeid, value)
+        for reports in terminalreporter.stats.values()
+        for report in reports
+        if getattr(report, "when", "") == "teardown"
+        for name, value in report.user_properties
+        if name == costs.PROPERTY
+    ]
+    if len(found) > 1:
+        terminalreporter.section("cost")
+        for line in costs.lines_of(found, config.getoption("--quick")):
+            terminalreporter.write_line(line)
 
 
 def _use_one_thread() -> None:

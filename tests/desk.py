@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from engine.budget import PassCost
 from engine.cache.pages import TARGET, PagePool
 from engine.config import SchedulerConfig
+from engine.pace import PassCost
 from engine.scheduler import Scheduler, StepPlan
 from engine.sequence import Sequence, Status
 from engine.types import Request, SamplingParams

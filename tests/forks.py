@@ -85,9 +85,13 @@ def _mother() -> subprocess.Popen[str]:
         [sys.executable, "-m", "tests.forks"],
         stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=kept,
     )  # fmt: skip
-    atexit.register(mother.wait, 30)
-    atexit.register(mother.stdin.close)  # type: ignore[union-attr]
+    atexit.register(_end, mother)
     return mother
+
+
+def _end(mother: subprocess.Popen[str]) -> None:
+    """Lets it end, and closes both pipes: one left open is complained of at this one's end."""
+    mother.communicate(timeout=30)
 
 
 _LOCK = threading.Lock()

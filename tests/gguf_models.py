@@ -11,7 +11,7 @@ import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from transformers import PreTrainedModel
 
-from engine.model.quantized import QuantizedWeight
+from engine.model.quantized import QuantizedEmbedding, QuantizedLinear, QuantizedWeight
 from tests.tiny import SPECIALS, write_tokenizer
 from tests.tiny_models import make_model
 
@@ -124,3 +124,22 @@ def random_blocks(shape: tuple[int, ...], kind: str, seed: str) -> np.ndarray:
 def dequantized(weight: torch.Tensor | QuantizedWeight) -> torch.Tensor:
     """The numbers of a weight, whatever it is kept in."""
     return weight.dequantize() if isinstance(weight, QuantizedWeight) else weight
+
+
+def weights_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """All numbers of a model, by name."""
+    found = dict(model.state_dict())
+    for path, module in model.named_modules():
+        if isinstance(module, QuantizedLinear | QuantizedEmbedding):
+            found[f"{path}.weight"] = dequantized(module.weight)
+            if getattr(module, "bias", None) is not None:
+                found[f"{path}.bias"] = module.bias
+    return found
+
+
+def assert_equal(model: PreTrainedModel, expected: PreTrainedModel) -> None:
+    """Both have the same numbers under the same names."""
+    found, wanted = weights_of(model), weights_of(expected)
+    assert found.keys() == wanted.keys()
+    for name, values in wanted.items():
+        assert torch.equal(found[name], values), name

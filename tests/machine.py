@@ -20,6 +20,6 @@ class Machine:
     def seconds(
         self, rows: int, sequences: int, context: int, attention: int, silent: int = 0
     ) -> float:
-        """See `engine.budget.PassCost`."""
+        """See `engine.pace.PassCost`."""
         grown = self.row * rows + self.head * (rows - silent) + self.sequence * sequences
         return 1e-3 * (self.base + grown + self.read * context + self.pair * attention)

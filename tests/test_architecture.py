@@ -22,7 +22,8 @@ LAYERS = (
     {"engine.cache", "engine.sampling"},
     {"engine.sequence", "engine.rules", "engine.admission", "engine.flight", "engine.verification"}
     | {"engine.idle"},
-    {"engine.budget", "engine.laps"},
+    {"engine.laps", "engine.pace"},
+    {"engine.budget"},
     {"engine.scheduler", "engine.batch"},
     {"engine.model", "engine.layout"},
     {"engine.draft"},
@@ -77,6 +78,7 @@ WITHOUT_TORCH = (
     "engine.errors",
     "engine.grammar",
     "engine.laps",
+    "engine.pace",
     "engine.idle",
     "engine.model.paths",
     "engine.model.sources",

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.budget import PassCost
 from engine.cache.pages import TARGET
 from engine.calibration import ASSUMED, Calibration
 from engine.control.costs import VerifyCost
+from engine.pace import PassCost
 from engine.scheduler import StepPlan
 from engine.sequence import Sequence, Status
 from tests.desk import Desk, served, start

@@ -44,8 +44,9 @@ class Priced:
         rows = [b - a for a, b in itertools.pairwise(starts)]
         pairs = sum(n * context for n, context in zip(rows, contexts, strict=True))
         silent = sum(rows) - batch.num_logits
-        self.clock.now += self.machine.seconds(sum(rows), len(rows), sum(contexts), pairs, silent)
-        return self.inner.forward(batch, features)
+        took = self.machine.seconds(sum(rows), len(rows), sum(contexts), pairs, silent)
+        self.clock.now += took
+        return dataclasses.replace(self.inner.forward(batch, features), seconds=lambda: took)
 
 
 def priced_engine(stretch: float) -> tuple[BuiltEngine, Clock]:

@@ -16,8 +16,8 @@ from tests.tiny_models import FAMILIES, VOCAB, generated, load
 
 COUNT = 20
 DRAFTERS = ("none", "lookup", *adversaries({}))
-#: Draft lengths and page sizes: every pair of the full grid for one family, a few for the rest.
-GRID = [(k, page_size) for k in (1, 2, 4, 8) for page_size in (1, 8, 16)]
+LENGTHS, PAGE_SIZES = (1, 2, 4, 8), (1, 8, 16)
+#: What one family's cases go through (draft length, page size), and of the rest one a case.
 FEW = [(1, 16), (4, 1), (8, 8)]
 
 
@@ -101,8 +101,13 @@ def with_drafter(setup: Setup, name: str, answers: Answers) -> Setup:
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_is_transformers_whatever_is_drafted(family: str, drafter: str) -> None:
-    """All prompts in one batch; k, page size and prefix reuse vary."""
-    for i, (max_draft, page_size) in enumerate(GRID if family == "llama" else FEW):
+    """All prompts in one batch. Every family meets every drafter; draft lengths, page sizes and
+    prefix reuse take turns, and every length meets every page size with some drafters."""
+    turn = DRAFTERS.index(drafter)
+    few = [FEW[(turn + FAMILIES.index(family)) % 3]]
+    if family == "llama":
+        few = [(k, PAGE_SIZES[(turn + i) % 3]) for i, k in enumerate(LENGTHS)]
+    for i, (max_draft, page_size) in enumerate(few, turn):
         setup = with_drafter(tiny(family), drafter, truth(family))
         pages = {"page_size": page_size, "num_pages": 2048 // page_size}
         engine = make_engine(setup, max_draft=max_draft, prefix_reuse=bool(i % 2), **pages)
@@ -114,13 +119,15 @@ def test_greedy_is_transformers_whatever_is_drafted(family: str, drafter: str) -
 @pytest.mark.parametrize("drafter", DRAFTERS)
 @pytest.mark.parametrize("reuse", [True, False])
 def test_greedy_is_transformers_when_pages_run_out(drafter: str, reuse: bool) -> None:
-    for page_size, num_pages in ((1, 100), (8, 14), (16, 7)):
-        setup = with_drafter(tiny("llama"), drafter, truth("llama"))
-        engine = make_engine(setup, page_size=page_size, num_pages=num_pages, prefix_reuse=reuse)
-        done = run(engine, greedy(), check=True)
-        assert done.preemptions, "the pool was not small enough"
-        check_truth(done, "llama")
-        check_books(done)
+    """Pools take turns: every drafter meets two, and every pool most drafters."""
+    pools = ((1, 100), (8, 14), (16, 7))
+    page_size, num_pages = pools[(DRAFTERS.index(drafter) + reuse) % 3]
+    setup = with_drafter(tiny("llama"), drafter, truth("llama"))
+    engine = make_engine(setup, page_size=page_size, num_pages=num_pages, prefix_reuse=reuse)
+    done = run(engine, greedy(), check=True)
+    assert done.preemptions, "the pool was not small enough"
+    check_truth(done, "llama")
+    check_books(done)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

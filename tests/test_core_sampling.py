@@ -17,6 +17,7 @@ from tests.fakes import Run, Setup, ask, make_engine, run, tiny
 from tests.tiny_models import EOS, VOCAB, eager
 
 DTYPES = [torch.float32, torch.bfloat16]
+DRAFTERS = ("lookup", "right", "right at first", "wrong", "random")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -103,22 +104,29 @@ def setup(request: pytest.FixtureRequest) -> Setup:
     return tiny_of(*SETUPS[request.param])
 
 
+@pytest.fixture
+def turn(request: pytest.FixtureRequest) -> int:
+    """The number of the test's setup, which decides whose turn it is."""
+    return list(SETUPS).index(request.node.callspec.params["setup"])
+
+
 @functools.cache
 def tiny_of(family: str, dtype: torch.dtype, runner: str) -> Setup:
     return tiny(family, dtype, runner)
 
 
-@pytest.mark.parametrize("drafter", ["lookup", "right", "right at first", "wrong", "random"])
-def test_same_tokens_and_logprobs_with_speculation(setup: Setup, drafter: str) -> None:
-    """Every kind of sampling in one batch, whatever is drafted, to the last bit; twice."""
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_same_tokens_and_logprobs_with_speculation(setup: Setup, turn: int, drafter: str) -> None:
+    """Every kind of sampling in one batch, whatever is drafted, to the last bit; twice. Draft
+    lengths and page sizes take turns: each meets every setup and every drafter."""
     made = drafter if drafter == "lookup" else adversaries(answers(setup))[drafter]
     expected = baseline(setup, 3, None)
-    for max_draft, page_size in ((1, 3), (4, 8), (8, 1)):
-        engine = make_engine(setup, drafter=made, max_draft=max_draft, page_size=page_size)
-        for _ in range(2):  # the second time from the prefix index
-            done = run(engine, requests(logprobs=3))
-            check_same(done, expected)
-        assert done.accepted or drafter != "right"
+    max_draft, page_size = ((1, 3), (4, 8), (8, 1))[(turn + DRAFTERS.index(drafter)) % 3]
+    engine = make_engine(setup, drafter=made, max_draft=max_draft, page_size=page_size)
+    for _ in range(2):  # the second time from the prefix index
+        done = run(engine, requests(logprobs=3))
+        check_same(done, expected)
+    assert done.accepted or drafter != "right"
 
 
 def test_same_under_preemption(setup: Setup) -> None:
@@ -138,10 +146,10 @@ def test_same_in_small_steps(setup: Setup) -> None:
 
 
 @pytest.mark.parametrize("drafter", ["none", "lookup"])
-@pytest.mark.parametrize("num_pages", [256, 30])
-def test_prompt_logprobs_are_those_of_one_pass(setup: Setup, drafter: str, num_pages: int) -> None:
+def test_prompt_logprobs_are_those_of_one_pass(setup: Setup, turn: int, drafter: str) -> None:
     """Chunks, company, drafts, prefix reuse and preemption leave them as they are."""
     expected = baseline(setup, 2, 2)
+    num_pages = (256, 30)[(turn + (drafter == "lookup")) % 2]  # plenty, or too few
     engine = make_engine(
         setup, drafter=drafter, num_pages=num_pages, max_sequences=6, max_batch_tokens=13
     )

@@ -19,7 +19,7 @@ from engine.meter.meter import Meter
 from engine.stats import SpeculationReport, StepStats
 from engine.status import describe, report
 from engine.types import DraftTrace, SpeculationParams, Tokens
-from server.api.speculation import SpeculationStatus
+from server.api.speculation import EngineStatus
 from tests.drafters import ScriptedDrafter
 from tests.fakes import Run, ask, make_engine, run
 from tests.test_async_engine import PROMPT, Bench, read, until
@@ -31,8 +31,8 @@ OFF = SpeculationParams(enabled=False)
 def check(told: dict[str, Any]) -> None:
     """It is JSON, and exactly what the API's document says."""
     assert json.loads(json.dumps(told, allow_nan=False)) == told
-    TypeAdapter(SpeculationStatus).validate_python(told, strict=True)
-    assert set(told) == set(SpeculationStatus.__annotations__)
+    TypeAdapter(EngineStatus).validate_python(told, strict=True)
+    assert set(told) == set(EngineStatus.__annotations__)
 
 
 def finished(done: Run, request_id: str) -> list[float | None]:
@@ -300,6 +300,38 @@ def test_tokens_tell_whose_they_are_if_asked() -> None:
     assert events[0].trace.drafted == 0  # the prompt's step
     # The answer ends at its twelfth token, a draft's: nothing was refused.
     assert events[4].trace == DraftTrace("scripted", 1, 1, ())
+
+
+def test_a_trace_has_the_speedup_so_far_and_costs_nothing_unless_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What would be said is replaced by a count of passes; and how often it is worked out."""
+    asked: list[str] = []
+
+    def so_far(_: Meter, sequence: Any) -> float:
+        asked.append(sequence.request.request_id)
+        return float(sequence.target_passes)
+
+    monkeypatch.setattr(Meter, "of_request", so_far)
+    built = make_engine(drafter=ScriptedDrafter(lambda _, length: [1] * length), max_draft=2)
+    going = Run(
+        built,
+        [
+            ask("told", (3, 5, 3), 6, SpeculationParams(trace=True), ignore_eos=True),
+            ask("not told", (3, 5, 3), 6, ignore_eos=True),
+        ],
+    )
+    traces = []
+    while built.engine.has_work:
+        events = [event for event in going.step() if isinstance(event, Tokens)]
+        traces += [event.trace for event in events if event.request_id == "told"]
+        assert all(event.trace is None for event in events if event.request_id != "told")
+    assert [trace.speedup for trace in traces if trace] == [1.0 + i for i in range(len(traces))]
+    # Once more each at its end, for the answer's own account.
+    assert (asked.count("told"), asked.count("not told")) == (len(traces) + 1, 1)
+    [end] = [c.end for c in going.answers["told"].choices.values()]
+    assert end is not None
+    assert end.stats.drafted_by == (("scripted", end.stats.draft_tokens),)
 
 
 def test_a_server_that_is_off_stays_off_for_a_request_that_wants_drafts() -> None:

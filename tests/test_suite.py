@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.costs import QUICK_SECONDS, lines_of
 from tests.marking import PLACES, QUICK, ROOT, SLOW_TESTS, is_slow, marks_of
 from tests.workers import Turns, printable
 
@@ -86,3 +87,14 @@ def test_reports_can_always_be_sent() -> None:
     escaped = {"sections": [("log", "a\\ud800é")], "longrepr": {"lines": ["\\udfff", None, 1.5]}}
     assert printable(nasty) == escaped
     json.dumps(printable(nasty), ensure_ascii=False).encode("utf-8")
+
+
+def test_what_is_dear_is_told_at_the_end() -> None:
+    """By file, dearest first; of quick runs also the tests that are not quick."""
+    half = QUICK_SECONDS / 2 + 0.1
+    found = [("a.py::x[1]", half), ("a.py::x[2]", half), ("b.py::y", 3.0), ("a.py::z", 0.1)]
+    told = lines_of(found, quick=False)
+    assert told[0].startswith(f"{2 * half + 3.1:.0f} s of a processor in all")
+    assert [line.split()[-1] for line in told[1:]] == ["a.py", "b.py"]
+    dear = lines_of(found, quick=True)[len(told) :]
+    assert ["a.py::x is not quick" in line for line in dear] == [True]

@@ -95,10 +95,14 @@ def make_model(
 
 @functools.cache
 def load(
-    family: str = "llama", dtype: torch.dtype = torch.float32, runner: str = "auto"
+    family: str = "llama",
+    dtype: torch.dtype = torch.float32,
+    runner: str = "auto",
+    kv_dtype: str = "auto",
 ) -> LoadedModel:
     """A model ready for engines, which share its weights."""
-    return adopt_model(make_model(family, dtype), ModelConfig("tiny", runner=runner))
+    config = ModelConfig("tiny", runner=runner, kv_dtype=kv_dtype)
+    return adopt_model(make_model(family, dtype), config)
 
 
 @functools.cache

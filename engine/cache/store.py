@@ -9,6 +9,9 @@ import torch
 
 from engine.cache import huge_pages
 
+#: Of a key or value in eight bits: its scale is a bfloat16 number.
+SCALE_BYTES = 2
+
 
 @dataclass(frozen=True, slots=True)
 class CacheShape:
@@ -18,7 +21,7 @@ class CacheShape:
         num_layers: attention layers.
         num_heads: key/value heads (G).
         head_size: elements per head (D).
-        dtype: element type.
+        dtype: element type; int8 = rounded, with a scale for each key and each value.
     """
 
     num_layers: int
@@ -29,7 +32,12 @@ class CacheShape:
     @property
     def bytes_per_token(self) -> int:
         """Bytes of keys and values of one token over all layers."""
-        return 2 * self.num_layers * self.num_heads * self.head_size * self.dtype.itemsize
+        return 2 * self.num_layers * self.num_heads * self.slot_size * self.dtype.itemsize
+
+    @property
+    def slot_size(self) -> int:
+        """Elements of one head's key or value, its scale included."""
+        return self.head_size + (SCALE_BYTES if self.dtype is torch.int8 else 0)
 
 
 class KVStore:
@@ -57,7 +65,7 @@ class KVStore:
             shape.num_layers,
             (num_pages + 1) * page_size,
             shape.num_heads,
-            shape.head_size,
+            shape.slot_size,
         )
         # Not zeroed: memory is taken as pages fill, and nothing unwritten is ever read.
         self.keys, self.values = (
@@ -94,9 +102,18 @@ class KVStore:
     def write(
         self, layer: int, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor
     ) -> None:
-        """Stores the keys and values [T, G, D] of one layer at `slots` [T]."""
-        self.keys[layer].index_copy_(0, slots, keys)
-        self.values[layer].index_copy_(0, slots, values)
+        """Stores the keys and values [T, G, D] of one layer at `slots` [T], token after token."""
+        rounded = self.shape.dtype is torch.int8
+        for part, given in ((self.keys, keys), (self.values, values)):
+            part[layer].index_copy_(0, slots, round_heads(given) if rounded else given)
+
+    def read(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [T, G, D], in float32, that `write` has put at `slots` [T]."""
+        found = (part[layer][slots] for part in (self.keys, self.values))
+        keys, values = (
+            widen_heads(x) if self.shape.dtype is torch.int8 else x.float() for x in found
+        )
+        return keys, values
 
     def move(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
         """Moves the keys and values of all layers from slots [N] to others [N], for attention
@@ -104,3 +121,23 @@ class KVStore:
         for part in (self.keys, self.values):
             for layer in part:
                 layer.index_copy_(0, targets, layer[sources])
+
+
+def round_heads(x: torch.Tensor) -> torch.Tensor:
+    """Keys or values [..., D] in eight bits, [..., D + SCALE_BYTES] int8: the largest magnitude of
+    each becomes 127 or a little less, since its scale is rounded up to bfloat16. What is not finite
+    stays so. The kernels do the same: kernels/eight_bits.h."""
+    x = x.float()
+    step = x.abs().amax(-1, keepdim=True) / 127
+    bits = (step.view(torch.int32) + 0xFFFF) >> 16
+    scale = bits.to(torch.int16).view(torch.bfloat16)
+    sound = scale.isfinite() & (scale.float() >= 1e-30)  # smaller ones have no inverse
+    inverse = torch.where(sound, 1 / scale.float(), 0.0)
+    whole = torch.where(sound, x * inverse, 0.0).round().to(torch.int8)
+    return torch.cat([whole, scale.view(torch.int8)], dim=-1)
+
+
+def widen_heads(stored: torch.Tensor) -> torch.Tensor:
+    """The keys or values [..., D] in float32 of what `round_heads` made."""
+    whole, scale = stored[..., :-SCALE_BYTES], stored[..., -SCALE_BYTES:].contiguous()
+    return whole.float() * scale.view(torch.bfloat16).float()

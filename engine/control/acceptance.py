@@ -200,7 +200,3 @@ class AcceptanceModel:
         """Forgets a sequence."""
         for drafter in sequence.drafters:
             self._own.pop((sequence, drafter), None)
-
-    def typical(self, drafter: str) -> float:
-        """Acceptance of a sequence that nothing is known of yet."""
-        return self.pools[drafter].overall

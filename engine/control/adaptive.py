@@ -26,6 +26,10 @@ from engine.scheduler import StepPlan
 from engine.sequence import Sequence, Status
 from engine.stats import OffReason, StepStats
 
+#: Drafts begin where they are expected to save this share of a step, and go on while they save
+#: anything: near the border the noise of estimates would switch back and forth.
+_WORTH_STARTING = 0.02
+
 #: Tokens a drafter reads before it drafts in any step: the target's own, and the last of a draft
 #: that was accepted whole.
 _REGULAR_READ = 2
@@ -97,6 +101,7 @@ class AdaptivePlanner:
         self.prober = Prober(seed)
         self.off_reasons: Counter[OffReason] = Counter()
         self.wasted_tokens = self.steps = self.typical_context = 0
+        self._speculating: dict[int, bool] = {}  # by octave of batch sizes
         self._pending: _Step | None = None
 
     # -- before the step -----------------------------------------------------------------
@@ -165,7 +170,10 @@ class AdaptivePlanner:
         if self.guard.closed(batch):
             return step.leave_out(OffReason.GUARD)
         best = allocate(step.lines, step.decode, step.whole, self.costs, self.depth)
-        if best.saved_seconds > 0.0:
+        octave, bar = batch.bit_length(), _WORTH_STARTING * best.plain_seconds
+        bar = 0.0 if self._speculating.get(octave) else bar
+        self._speculating[octave] = best.saved_seconds > bar
+        if self._speculating[octave]:
             if self._is_shadow(step, best.saved_seconds):
                 return step.leave_out(OffReason.SHADOW)
             for line, length in zip(step.lines, best.lengths, strict=True):

@@ -93,7 +93,7 @@ class Terms:
 
 class VerifyCost:
     """Seconds of the target's pass over at most `most_rows` query tokens, which verifies; it is an
-    `engine.budget.PassCost`. Learning starts from `calibration`."""
+    `engine.pace.PassCost`. Learning starts from `calibration`."""
 
     def __init__(self, calibration: Calibration, most_rows: int) -> None:
         rows = range(most_rows + 1)
@@ -111,7 +111,7 @@ class VerifyCost:
     def seconds(
         self, rows: int, sequences: int, context: int, attention: int, silent: int = 0
     ) -> float | None:
-        """See `engine.budget.PassCost`."""
+        """See `engine.pace.PassCost`."""
         load = Load(0, sequences, rows, context, attention, silent)
         return self.predict(load) if self._known else None
 

@@ -88,13 +88,15 @@ def _kept(
     if parents is None:
         fits = grammar.fitting(output, tokens)
         return list(range(min(len(tokens), fits + weighed)))
+    wanted = sequence.request.sampling.grammar
+    ends = frozenset() if wanted is None else wanted.end_tokens
     paths: dict[int, list[int]] = {-1: output}
     kept = []
     for node, (token, parent) in enumerate(zip(tokens, parents, strict=True)):
         if parent not in paths:
             continue
         fits = grammar.fitting(paths[parent], [token])
-        if fits:
+        if fits and token not in ends:  # what is behind an end is never said
             paths[node] = [*paths[parent], token]
         if fits or weighed:
             kept.append(node)

@@ -95,7 +95,7 @@ def _key(directory: Path, config: ModelConfig, model: PreTrainedModel) -> str:
         kernels = True
     except NativeUnavailable:
         kernels = False
-    how = (config.numerics, config.activations)
+    how = (config.numerics, config.activations, config.kv_dtype)
     settings = (config.runner, how, config.max_model_len, kernels)
     kinds = describe_weights(model).kinds
     parts = [passes_version(), f"{model.dtype} {model.device} {kinds} {settings}"]

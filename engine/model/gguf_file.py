@@ -77,7 +77,7 @@ class GgufFile:
         self._bytes = np.memmap(path, mode="c", dtype=np.uint8)
         try:
             self.metadata, self.tensors = self._read_header()
-        except (struct.error, ValueError, KeyError) as error:
+        except (struct.error, ValueError, KeyError, ArithmeticError) as error:
             raise ModelNotSupported(f"{path} is damaged: {error}; fetch it again.") from error
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -18,11 +18,18 @@ from engine.model.attention.base import AttentionBackend
 from engine.model.attention.cpu import DTYPES as CPU_DTYPES
 from engine.model.attention.cpu import MAX_GROUP, CpuAttention
 from engine.model.attention.reference import ReferenceAttention
+from engine.model.choices import (
+    DTYPES,
+    choose_device,
+    choose_dtype,
+    choose_kv_dtype,
+    choose_weights,
+)
 from engine.model.cuda.weights import CudaDecoder, why_not_cuda
 from engine.model.invariant import make_invariant
 from engine.model.inventory import describe_weights
-from engine.model.linear import can_pack, has_native_bfloat16
-from engine.model.native import NativeUnavailable, load_kernels
+from engine.model.linear import can_pack
+from engine.model.native import NativeUnavailable
 from engine.model.native_decoder import NativeDecoder, why_not_native
 from engine.model.native_runner import NativeRunner
 from engine.model.passes import Runner
@@ -32,8 +39,6 @@ from engine.model.weights import read_model, will_have_blocks
 from engine.types import WeightsInfo
 
 logger = logging.getLogger(__name__)
-
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 RUNNERS = ("auto", "native", "cuda", "torch", "reference")
 
@@ -60,6 +65,7 @@ class LoadedModel:
         embed: int64 ids [...] -> embeddings [..., hidden], for heads, which borrow them.
         taps: of a head: number of its target's layers -> those whose hidden states it reads.
         weights: what it was loaded with.
+        dtype: of what is computed between the layers; None = of what is stored.
     """
 
     make_runner: Callable[[int, int], Runner]
@@ -74,6 +80,12 @@ class LoadedModel:
     embed: Callable[[torch.Tensor], torch.Tensor] | None = None
     taps: Callable[[int], tuple[int, ...]] | None = None
     weights: WeightsInfo = field(default_factory=WeightsInfo)
+    dtype: torch.dtype | None = None
+
+    @property
+    def dtype_name(self) -> str:
+        """Of what is computed between the layers."""
+        return str(self.dtype or self.shape.dtype).removeprefix("torch.")
 
 
 def load_model(directory: Path, config: ModelConfig) -> LoadedModel:
@@ -95,7 +107,7 @@ def open_model(directory: Path, config: ModelConfig) -> PreTrainedModel:
     """
     device = choose_device(config.device)
     keep = choose_weights(config.weights, device, config.runner)
-    wanted = config.weights if config.weights in _DTYPES else config.dtype
+    wanted = config.weights if config.weights in DTYPES else config.dtype
     if wanted == "auto" and will_have_blocks(directory, keep):
         # Weights are what is worth fewer bits. Keys and values in bfloat16 would cost more
         # faithfulness than the blocks do, and half of little.
@@ -122,7 +134,7 @@ def adopt_model(model: PreTrainedModel, config: ModelConfig) -> LoadedModel:
     limit = longest_sequence(model, config.max_model_len)
     text = model.config.get_text_config()
     facts = (model.device, text.vocab_size, limit, _eos_token_ids(model))
-    make_loaded = partial(LoadedModel, weights=describe_weights(model))
+    make_loaded = partial(LoadedModel, weights=describe_weights(model), dtype=model.dtype)
     if config.runner in ("auto", "native"):
         decoder = _native_decoder(model, limit, needs, config)
         if decoder is not None:
@@ -139,52 +151,10 @@ def adopt_model(model: PreTrainedModel, config: ModelConfig) -> LoadedModel:
     backend = _choose_attention(config.runner, model, needs[0], limit)
     _make_invariant(model, config.activations)
     name = "reference" if isinstance(backend, ReferenceAttention) else "torch"
-    shape = cache_shape(model, needs)
+    kept = choose_kv_dtype(config.kv_dtype, model.dtype, model.device)
+    shape = replace(cache_shape(model, needs), dtype=kept)
     make = partial(ModelRunner, model, backend, shape)
     return make_loaded(make, name, shape, *facts, embed=model.get_input_embeddings())
-
-
-def choose_device(name: str) -> torch.device:
-    """ "auto" is the first CUDA device if there is one, else the CPU."""
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(name)
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigurationError("device is cuda, but torch finds no CUDA device; use cpu.")
-    return device
-
-
-def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """ "auto" is bfloat16 where the device multiplies it natively, else float32."""
-    if name == "auto":
-        native = torch.cuda.is_bf16_supported() if device.type == "cuda" else has_native_bfloat16()
-        name = "bfloat16" if native else "float32"
-    if name not in _DTYPES:
-        raise ConfigurationError(f"dtype is {name!r}; choose one of auto, {', '.join(_DTYPES)}.")
-    return _DTYPES[name]
-
-
-def choose_weights(name: str, device: torch.device, runner: str = "auto") -> str:
-    """What weights are kept in: "float", "file", "int8" or "int4"; see `read_model`. Blocks are
-    kept where there are kernels for them: unpacking them in every pass would take longer."""
-    if name == "auto":
-        name = "file" if device.type == "cpu" and runner != "reference" and _kernels() else "float"
-    if name in _DTYPES:
-        return "float"
-    if name != "float" and device.type != "cpu":
-        raise ConfigurationError(
-            f"weights is {name}, but blocks of few bits are multiplied on CPUs only, and the "
-            f"device is {device.type}; use bfloat16."
-        )
-    return name
-
-
-def _kernels() -> bool:
-    try:
-        load_kernels()
-    except NativeUnavailable:
-        return False
-    return True
 
 
 def _native_decoder(
@@ -195,7 +165,8 @@ def _native_decoder(
     if reason is None:
         try:
             windows = [layer.window for layer in needs]
-            return NativeDecoder(model, max_model_len, windows, config.activations)
+            kept = choose_kv_dtype(config.kv_dtype, model.dtype, model.device)
+            return NativeDecoder(model, max_model_len, windows, config.activations, kept)
         except NativeUnavailable as error:
             reason = str(error)
     if config.runner == "native":
@@ -214,6 +185,8 @@ def _cuda_runner(
     if not required and model.device.type != "cuda":
         return None
     reason = why_not_cuda(model)
+    if reason is None and config.kv_dtype == "int8":
+        reason = "its kernels have no keys and values in int8"
     if reason is None:
         try:  # only here: Triton is no part of a server on CPUs
             from engine.model.cuda.runner import CudaRunner, runner_bytes

@@ -63,7 +63,7 @@ class _Decoder(ctypes.Structure):
         *fields(ctypes.c_int32, "num_layers hidden intermediate vocab"),
         *fields(ctypes.c_int32, "heads groups head_size bfloat16"),
         *fields(ctypes.c_float, "epsilon scale"),
-        *fields(ctypes.c_int32, "paired planes embedding_form unused"),
+        *fields(ctypes.c_int32, "paired planes embedding_form eight_bits"),
     ]
 
 
@@ -116,6 +116,7 @@ class NativeDecoder:
         max_model_len: positions to prepare rotary tables for.
         windows: of each layer, how many positions a row sees at most; 0 = all.
         activations: what rows are multiplied as with weights in few bits; see `PLANES`.
+        kv_dtype: of keys and values: int8, or None = the model's.
 
     Raises:
         NativeUnavailable: the kernels cannot be compiled here.
@@ -127,6 +128,7 @@ class NativeDecoder:
         max_model_len: int,
         windows: Sequence[int],
         activations: str = "int16",
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         library = load_kernels()
         check_layouts(library, Matrix, _Layer, _Decoder, Step)
@@ -138,7 +140,7 @@ class NativeDecoder:
         self._widen.restype = None
         self._kept: list[torch.Tensor] = []  # what the kernel's pointers point to
         self._arena = Arena()
-        self.dtype = model.dtype
+        self.dtype, self.kv_dtype = model.dtype, kv_dtype or model.dtype
         self.planes = PLANES[activations]
         self.fewbit = any(is_fewbit(module) for module in model.modules())
         self._matrices = Matrices(self._keep, self.dtype)
@@ -149,8 +151,9 @@ class NativeDecoder:
         self.head_size = attention.head_dim
         self.hidden, self.intermediate = config.hidden_size, config.intermediate_size
         self.vocab = model.lm_head.out_features
-        # Norms of single heads come before rotation, and need all of a head.
-        self._paired = self.head_size % BLOCK == 0 and not hasattr(attention, "q_norm")
+        # Norms of single heads come before rotation, and need all of a head; so do scales.
+        whole = hasattr(attention, "q_norm") or self.kv_dtype is torch.int8
+        self._paired = self.head_size % BLOCK == 0 and not whole
         self._layers = (_Layer * len(body.layers))(*map(self._layer, body.layers, windows))
         self._decoder = self._whole(model, max_model_len)
         give_back(model)
@@ -158,7 +161,7 @@ class NativeDecoder:
     @property
     def shape(self) -> CacheShape:
         """What it stores per token in a K/V cache."""
-        return CacheShape(len(self._layers), self.groups, self.head_size, self.dtype)
+        return CacheShape(len(self._layers), self.groups, self.head_size, self.kv_dtype)
 
     @property
     def num_bytes(self) -> int:
@@ -214,6 +217,7 @@ class NativeDecoder:
             paired=self._paired,
             planes=self.planes,
             embedding_form=table.pieces[0].form,
+            eight_bits=self.kv_dtype is torch.int8,
         )
 
     def _layer(self, layer: Any, window: int) -> _Layer:

@@ -52,11 +52,13 @@ class TracedToken(TypedDict):
 
 
 class Trace(TypedDict):
-    """Where the tokens of a choice, or of its chunk, came from."""
+    """Where the tokens of a choice, or of its chunk, came from; and the choice's speed-up so far,
+    by wall clock against plain decoding, null = unknown."""
 
     drafted: int
     accepted: int
     tokens: list[TracedToken]
+    speedup: float | None
 
 
 class CompletionLogprobs(TypedDict):
@@ -119,3 +121,46 @@ class ChatCompletionResponse(TypedDict):
     speculation: NotRequired[Speculation]
     prompt_token_ids: NotRequired[list[int]]
     prompt_logprobs: NotRequired[list[dict[str, Any] | None]]
+
+
+class ResponseUsage(TypedDict):
+    """Tokens a response took."""
+
+    input_tokens: int
+    input_tokens_details: dict[str, int]
+    output_tokens: int
+    output_tokens_details: dict[str, int]
+    total_tokens: int
+
+
+class ResponseObject(TypedDict):
+    """The answer of /v1/responses, and in several events of its stream; beside what it says it
+    repeats what was asked for."""
+
+    id: str
+    object: str
+    created_at: int
+    completed_at: NotRequired[int]
+    status: str
+    model: str
+    error: dict[str, Any] | None
+    incomplete_details: dict[str, str] | None
+    output: list[dict[str, Any]]
+    usage: ResponseUsage | None
+    speculation: NotRequired[Speculation]
+    background: bool
+    instructions: str | None
+    max_output_tokens: int | None
+    metadata: dict[str, str]
+    parallel_tool_calls: bool
+    previous_response_id: str | None
+    reasoning: dict[str, str | None]
+    store: bool
+    temperature: float
+    text: dict[str, Any]
+    tool_choice: str | dict[str, Any]
+    tools: list[dict[str, Any]]
+    top_logprobs: int
+    top_p: float
+    truncation: str
+    user: str | None

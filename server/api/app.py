@@ -22,6 +22,7 @@ from server.api.middleware import RequestGuard
 from server.api.ops import ops_router
 from server.api.options import ServerOptions
 from server.api.page import page_router
+from server.api.responses import responses_router
 from server.api.shapes import tell_vocabulary
 from server.api.speculation import speculation_router
 from server.metrics.registry import Metrics
@@ -79,6 +80,7 @@ def create_app(
     app.state.context = context
     app.include_router(completions_router(context))
     app.include_router(chat_router(context))
+    app.include_router(responses_router(context))
     app.include_router(speculation_router(context))
     app.include_router(ops_router(context))
     if options.ui:
@@ -106,6 +108,8 @@ class _Application(FastAPI):
         document = super().openapi()
         if fresh:
             describe_access(document, self._context.options)
+            if self._context.options.root_path:
+                document["servers"] = [{"url": self._context.options.root_path}]
         if not self._complete and self._context.status() == "ready":
             tell_vocabulary(document, self._context.engine.info.vocab_size)
             self._complete = True

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from server.api.errors import ApiError
 
 #: The SDK waits at most so long for a Retry-After; a longer one would make it give up.
 _MAX_RETRY_SECONDS = 120
+
+#: Finished requests of one caller that are remembered.
+_RECENT = 32
 
 
 class TokenBucket:
@@ -50,6 +55,7 @@ class Caller:
         requests: POST requests left; None = no limit.
         tokens: prompt and generated tokens left; None = no limit.
         rejected: called with a reason for each request that is refused.
+        recent: its last finished requests in numbers, the newest last; nobody else is shown them.
     """
 
     name: str
@@ -57,6 +63,7 @@ class Caller:
     requests: TokenBucket | None
     tokens: TokenBucket | None
     rejected: Callable[[str], None]
+    recent: deque[Mapping[str, Any]] = field(default_factory=lambda: deque(maxlen=_RECENT))
 
     def count_request(self) -> None:
         """Counts one request.

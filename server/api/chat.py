@@ -15,6 +15,7 @@ from server.api.completions import join
 from server.api.context import ServerContext
 from server.api.generation import Generation
 from server.api.logprobs import LogprobWriter
+from server.api.reasoning import reasoning_delta, reasoning_message
 from server.api.respond import new_id, respond
 from server.api.schemas import ChatCompletionRequest
 from server.api.tools import ToolText, whole_calls
@@ -59,6 +60,7 @@ class ChatAnswer:
         self._generation = generation
         use = generation.job.tools
         self._tools = [ToolText(use) for _ in generation.choices] if use is not None else []
+        self._reasoning = generation.job.rules.reasoning
         self._writer = LogprobWriter(
             codec, body.top_logprobs or 0, as_ids=bool(body.return_tokens_as_token_ids)
         )
@@ -73,16 +75,22 @@ class ChatAnswer:
         return choices
 
     def chunk(self, number: int, delta: Delta) -> list[dict[str, Any]]:
+        """A delta's thought, text and calls; its tokens go with the first of its chunks."""
+        last, called = delta.finish_reason is not None, False
+        parts, content, calls = reasoning_delta(delta), delta.text, list[dict[str, Any]]()
         if self._tools:
-            return self._tool_chunks(number, delta)
-        chunks = []
-        if delta.text or (delta.token_ids and self._wants_tokens(delta)):
-            choice = _bare(number, "delta", {"content": delta.text}, None)
-            chunks.append(self._with_tokens(choice, delta))
-        if delta.finish_reason is not None:
-            last = _bare(number, "delta", {}, delta.finish_reason)
-            last["stop_reason"] = delta.stop_reason
-            chunks.append(last)
+            content, calls = self._tools[number].push(delta.text, last=last)
+            called = self._tools[number].called
+        parts += [{"content": content}] if content else []
+        parts += [{"tool_calls": [call]} for call in calls]
+        if not parts and delta.token_ids and self._wants_tokens(delta):
+            parts = [{} if self._tools or self._reasoning else {"content": ""}]
+        chunks = [_bare(number, "delta", part, None) for part in parts]
+        if chunks:
+            self._with_tokens(chunks[0], delta)
+        if last:
+            reason = _reason(delta, called=called)
+            chunks.append({**_bare(number, "delta", {}, reason), "stop_reason": delta.stop_reason})
         return chunks
 
     def whole(self, deltas: Sequence[Sequence[Delta]]) -> dict[str, Any]:
@@ -107,6 +115,7 @@ class ChatAnswer:
             "role": "assistant",
             "content": delta.text,
             "refusal": None,
+            **reasoning_message(self._reasoning, delta),
         }
         if not self._tools:
             return message, delta.finish_reason
@@ -116,22 +125,6 @@ class ChatAnswer:
         message |= {"content": content or None, "tool_calls": whole_calls(calls)}
         return message, _reason(delta, called=True)
 
-    def _tool_chunks(self, number: int, delta: Delta) -> list[dict[str, Any]]:
-        """A delta's text and calls; its tokens go with the first of its chunks."""
-        last = delta.finish_reason is not None
-        content, calls = self._tools[number].push(delta.text, last=last)
-        parts: list[dict[str, Any]] = [{"content": content}] if content else []
-        parts += [{"tool_calls": [call]} for call in calls]
-        if not parts and delta.token_ids and self._wants_tokens(delta):
-            parts = [{}]
-        chunks = [_bare(number, "delta", part, None) for part in parts]
-        if chunks:
-            self._with_tokens(chunks[0], delta)
-        if last:
-            reason = _reason(delta, called=self._tools[number].called)
-            chunks.append({**_bare(number, "delta", {}, reason), "stop_reason": delta.stop_reason})
-        return chunks
-
     def _wants_tokens(self, delta: Delta) -> bool:
         """Whether tokens without text are worth a chunk."""
         return bool(self._body.logprobs or self._body.return_token_ids or delta.pieces)
@@ -140,7 +133,8 @@ class ChatAnswer:
         if self._body.logprobs:
             choice["logprobs"] = self._writer.chat(delta)
         if delta.pieces:
-            choice["trace"] = write_trace(delta, self._codec)
+            speedup = self._generation.choices[choice["index"]].speedup
+            choice["trace"] = write_trace(delta, self._codec, speedup)
         if self._body.return_token_ids:
             choice["token_ids"] = list(delta.token_ids)
         return choice

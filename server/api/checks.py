@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 from engine.errors import InvalidRequest
@@ -11,7 +11,7 @@ from server.api.context import ServerContext
 from server.api.errors import ApiError, quote
 from server.api.messages import TextPart
 from server.api.options import ServerOptions
-from server.api.schemas import GenerationRequest, TemplateOptions
+from server.api.schemas import GenerationRequest, SamplingFields, TemplateOptions
 from server.api.unsupported import UNSUPPORTED
 from server.text.codec import RESERVED_VARIABLES
 
@@ -22,7 +22,7 @@ def check_common(context: ServerContext, body: GenerationRequest) -> None:
     check_model(context, body.model)
     for name, value in (body.model_extra or {}).items():
         neutral = UNSUPPORTED.get(name)
-        if neutral is not None and value is not None and not _is_one_of(value, neutral):
+        if neutral is not None and value is not None and not is_one_of(value, neutral):
             raise ApiError(400, f"{name} is not supported by this server.", param=name)
     if body.stream_options is not None and not body.stream:
         raise ApiError(400, "stream_options needs stream to be true.", param="stream_options")
@@ -35,7 +35,7 @@ def check_common(context: ServerContext, body: GenerationRequest) -> None:
         require(-(2**31) <= body.priority < 2**31, "priority", body.priority, "a 32-bit integer")
 
 
-def _is_one_of(value: object, neutral: Sequence[object]) -> bool:
+def is_one_of(value: object, neutral: Sequence[object]) -> bool:
     """Membership that tells true from 1 and false from 0."""
     kind = isinstance(value, bool)
     return any(value == other and isinstance(other, bool) == kind for other in neutral)
@@ -117,9 +117,9 @@ def template_variables(body: TemplateOptions) -> dict[str, Any]:
     return {**off, **variables, "reasoning_effort": body.reasoning_effort}
 
 
-def ignored_params(body: GenerationRequest) -> str:
-    """Names of unknown fields, safe for a header; empty if there are none."""
-    names = (name for name in body.model_extra or {} if name not in UNSUPPORTED)
+def ignored_params(body: SamplingFields, known: Container[str] = UNSUPPORTED) -> str:
+    """Names of fields that are not `known`, safe for a header; empty if there are none."""
+    names = (name for name in body.model_extra or {} if name not in known)
     safe = (_HEADER_SAFE.sub("", name)[:64] for name in names)
     return ", ".join([name for name in safe if name][:20])
 

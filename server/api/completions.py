@@ -117,7 +117,9 @@ class CompletionAnswer:
                 lists = {name: ahead[name] + values for name, values in lists.items()}
             choice["logprobs"] = lists
         if delta.pieces:
-            choice["trace"] = write_trace(delta, self._codec)
+            choice["trace"] = write_trace(
+                delta, self._codec, self._generation.choices[number].speedup
+            )
         if body.return_token_ids:
             choice["token_ids"] = list(delta.token_ids)
             if first:
@@ -159,6 +161,7 @@ def join(deltas: Sequence[Delta]) -> Delta:
         finish_reason=deltas[-1].finish_reason,
         stop_reason=deltas[-1].stop_reason,
         pieces=tuple(piece for delta in deltas for piece in delta.pieces),
+        reasoning="".join(delta.reasoning for delta in deltas),
     )
 
 

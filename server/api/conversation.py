@@ -21,6 +21,8 @@ def plain_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
         role = "system" if message.role == "developer" else message.role
         content = "" if message.content is None else joined(message.content)
         plain: dict[str, Any] = {"role": role, "content": content}
+        if message.thought:
+            plain["reasoning_content"] = plain["reasoning"] = message.thought
         if message.name is not None:
             plain["name"] = message.name
         if message.tool_call_id is not None:
@@ -39,6 +41,12 @@ def plain_messages(messages: Sequence[ChatMessage]) -> list[dict[str, Any]]:
             ]
         result.append(plain)
     return result
+
+
+def last_text(messages: Sequence[ChatMessage]) -> str:
+    """What the last message says."""
+    content = messages[-1].content
+    return "" if content is None else joined(content)
 
 
 def check_tools(messages: Sequence[ChatMessage], template: str) -> list[dict[str, Any]]:

@@ -71,15 +71,26 @@ class StructuredOutputs(BaseModel):
     grammar: _Text | None = Field(None, description="In Lark's form, or in GBNF.")
 
 
-class StructuredFields(BaseModel):
-    """The fields of a request; at most one of them asks for something."""
+class GuidedFields(BaseModel):
+    """vLLM's fields of a request; at most one of them asks for something."""
 
-    response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: Schema | str | None = Field(None, description="As structured_outputs.json.")
     guided_regex: _Text | None = Field(None, description="As structured_outputs.regex.")
     guided_choice: _Choices | None = Field(None, description="As structured_outputs.choice.")
     guided_grammar: _Text | None = Field(None, description="As structured_outputs.grammar.")
+
+
+class StructuredFields(GuidedFields):
+    """The same, and OpenAI's."""
+
+    response_format: ResponseFormat | None = None
+
+
+def answer_schema(body: StructuredFields) -> GrammarSource | None:
+    """The schema of `response_format`: it binds answers that call no tool."""
+    found = _of_format(body.response_format)
+    return found[0] if found else None
 
 
 def grammar_source(body: StructuredFields) -> GrammarSource | None:

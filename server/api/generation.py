@@ -61,6 +61,7 @@ class _Choice:
     last_token: float | None = None
     stats: SequenceStats | None = None
     finish_reason: str | None = None
+    speedup: float | None = None  # so far, of one that is traced; None = unknown
 
 
 class Generation:
@@ -153,6 +154,8 @@ class Generation:
         choice = self.choices[self._number(event.request_id, event.choice)]
         if choice.text.finished:
             return None  # computed before the engine heard of the stop string
+        if event.trace is not None:
+            choice.speedup = event.trace.speedup
         before = choice.text.tokens
         delta = choice.text.push(event.token_ids, event.logprobs, event.trace)
         now = time.monotonic()

@@ -36,29 +36,46 @@ class Count:
     prompt_logprobs: int | None
 
 
-def check_texts(texts: Iterable[str], codec: TextCodec, info: EngineInfo, param: str) -> None:
-    """Refuses, before they are tokenised, texts that cannot fit the context. Texts that are to be
-    truncated too: which tokens are the last ones shows when all are known.
+def check_texts(
+    texts: Iterable[str],
+    codec: TextCodec,
+    info: EngineInfo,
+    param: str,
+    *,
+    truncates: bool = False,
+) -> None:
+    """Refuses, before they are tokenised, texts that cannot fit the context.
+
+    Args:
+        truncates: whether what is too long is to be cut to the context: then longer texts are read,
+            too. Within bounds, since which tokens are the last ones shows when all are known.
 
     Raises:
         ContextLengthExceeded: one is too long, however few tokens it makes; or longer than what
             is read where nobody knows how few that may be.
     """
     limit = info.max_model_len
+    most = max(_MOST_UNBOUNDED, _MOST_PER_TOKEN * limit)
     for text in texts:
         least = codec.least_tokens(text)
-        if not least and len(text) > (most := max(_MOST_UNBOUNDED, _MOST_PER_TOKEN * limit)):
+        if least <= limit if least else len(text) <= most:
+            continue
+        if truncates and len(text) <= most:
+            continue
+        if truncates or not least:
+            why = (
+                "to be truncated" if truncates else "of this model, whose tokenizer may drop text,"
+            )
             raise ContextLengthExceeded(
-                f"{param} has {len(text)} characters; this model's tokenizer, which may drop text, "
-                f"is given at most {most} at once. Shorten it.",
+                f"{param} has {len(text)} characters; of a text {why} at most {most} are read. "
+                "Shorten it.",
                 param,
             )
-        if least > limit:
-            raise ContextLengthExceeded(
-                f"This model's maximum context length is {limit} tokens. However, {param} has "
-                f"{len(text)} characters, which make at least {least} tokens. Shorten it.",
-                param,
-            )
+        raise ContextLengthExceeded(
+            f"This model's maximum context length is {limit} tokens. However, {param} has "
+            f"{len(text)} characters, which make at least {least} tokens. Shorten it.",
+            param,
+        )
 
 
 def truncated(

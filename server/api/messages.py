@@ -12,8 +12,11 @@ from server.api.errors import quote
 Role = Literal["developer", "system", "user", "assistant", "tool"]
 _ROLES = ("developer", "system", "user", "assistant", "tool")
 
+#: Names of a thought: DeepSeek's and vLLM's.
+THOUGHTS = ("reasoning_content", "reasoning")
+
 #: Parts that OpenAI's API knows beside text, and what a person calls them.
-_MEDIA = {
+MEDIA = {
     "image_url": "an image",
     "input_image": "an image",
     "image": "an image",
@@ -55,9 +58,9 @@ def _check_content(value: Any) -> str | list[TextPart]:
 
 def _check_part(index: int, part: Any) -> TextPart:
     kind = part.get("type") if isinstance(part, dict) else None
-    if isinstance(kind, str) and kind in _MEDIA:
+    if isinstance(kind, str) and kind in MEDIA:
         raise ValueError(
-            f"part {index} is {_MEDIA[kind]} (type {kind}), but this server reads text only"
+            f"part {index} is {MEDIA[kind]} (type {kind}), but this server reads text only"
         )
     if kind == "text" and isinstance(text := part.get("text"), str):
         return TextPart(type="text", text=text)
@@ -98,8 +101,13 @@ def _check_message(value: Any) -> Any:
         raise ValueError("only messages of the assistant have tool_calls")
     if role == "tool" and not isinstance(value.get("tool_call_id"), str):
         raise ValueError("a message of a tool needs tool_call_id, the call that it answers")
-    if value.get("content") is None and not calls:
-        raise ValueError("content is missing; only a message with tool_calls may go without")
+    thought = [name for name in THOUGHTS if value.get(name) is not None]
+    if thought and role != "assistant":
+        raise ValueError(f"only messages of the assistant have {thought[0]}")
+    if value.get("content") is None and not calls and not thought:
+        raise ValueError(
+            "content is missing; only a message with tool_calls or reasoning_content may go without"
+        )
     return value
 
 
@@ -107,12 +115,13 @@ def _describe_message(schema: dict[str, Any]) -> None:
     """The same rules, for the OpenAPI document."""
     calls = {"required": ["tool_calls"], "properties": {"tool_calls": {"minItems": 1, "type": "array"}}}  # fmt: skip  # noqa: E501
     speaks = {"required": ["content"], "properties": {"content": {"not": {"type": "null"}}}}
+    thinks = [{"required": [name], "properties": {name: {"type": "string"}}} for name in THOUGHTS]
     tool = {"properties": {"role": {"const": "tool"}}}
     assistant = {"properties": {"role": {"const": "assistant"}}}
     named = {"required": ["tool_call_id"], "properties": {"tool_call_id": {"type": "string"}}}
     schema["allOf"] = [
-        {"anyOf": [speaks, calls]},
-        {"if": calls, "then": assistant},
+        {"anyOf": [speaks, calls, *thinks]},
+        {"if": {"anyOf": [calls, *thinks]}, "then": assistant},
         {"if": tool, "then": named},
     ]
 
@@ -129,8 +138,17 @@ class ChatMessage(BaseModel):
     name: str | None = None
     tool_calls: Annotated[list[ToolCall], Field(max_length=128)] | None = None
     tool_call_id: str | None = None
+    reasoning_content: Annotated[str | None, Field(description="An earlier answer's thought.")] = (
+        None
+    )
+    reasoning: Annotated[str | None, Field(description="Another name of reasoning_content.")] = None
     function_call: None = None
     audio: None = None
+
+    @property
+    def thought(self) -> str | None:
+        """What the assistant thought before this message."""
+        return self.reasoning if self.reasoning_content is None else self.reasoning_content
 
 
 #: A template is a program that runs once for each of them, on the event loop.

@@ -16,6 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from server.api.access import OPEN_PATHS
 from server.api.errors import ApiError, error_response, to_api_error
 from server.api.options import ServerOptions
+from server.api.recent import recent_request
 from server.api.target import resolve_target
 from server.api.usage import summary
 from server.logs import log_request
@@ -63,7 +64,7 @@ class RequestGuard:
             await self._app(scope, receive, send)
             return
         started = time.monotonic()
-        resolve_target(scope)
+        resolve_target(scope, self._options.root_path)
         method = scope["method"]
         if method == "HEAD":
             scope["method"] = "GET"  # the same answer, of which only the head is sent
@@ -113,6 +114,7 @@ class RequestGuard:
         }
         if generation is not None:
             fields |= {"stream": state["stream"], **summary(generation)}
+            caller.recent.append(recent_request(generation, fields))
         log_request(fields, quiet=handler in _QUIET_PATHS and status != 500)
 
     def _check_head(self, scope: Scope, headers: Headers) -> None:

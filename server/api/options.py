@@ -36,10 +36,13 @@ class ServerOptions:
         cors_origins: web origins whose pages may call; empty = none.
         allow_trace: whether a request may ask where its tokens came from.
         ui: whether there is a page at /.
+        root_path: path under which a proxy shows the server; requests may come with it or without.
         allow_control_tokens: whether control tokens that are spelled out in the messages of a
             chat act as such; else they are text.
         tool_format: how the model writes tool calls, a name in `server.text.calls.FORMATS`; None =
             as its chat template tells.
+        reasoning_parser: how the model writes thoughts, a name in `server.text.reasoning.FORMATS`;
+            "auto" = as its chat template tells, "none" = nobody looks for any.
     """
 
     max_body_bytes: int = 8 * 1024 * 1024
@@ -66,5 +69,7 @@ class ServerOptions:
     cors_origins: tuple[str, ...] = ()
     allow_trace: bool = True
     ui: bool = True
+    root_path: str = ""
     allow_control_tokens: bool = False
     tool_format: str | None = None
+    reasoning_parser: str = "auto"

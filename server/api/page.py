@@ -17,6 +17,9 @@ PAGE_FILES = {
     "/ui/page.js": ("page.js", "text/javascript"),
     "/ui/stream.js": ("stream.js", "text/javascript"),
     "/ui/state.js": ("state.js", "text/javascript"),
+    "/ui/colours.js": ("colours.js", "text/javascript"),
+    "/ui/plots.js": ("plots.js", "text/javascript"),
+    "/ui/text.js": ("text.js", "text/javascript"),
 }
 
 _HEADERS = {

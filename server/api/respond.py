@@ -76,7 +76,7 @@ async def respond(
             headers=headers,
         )
     try:
-        deltas = await _collect_while_connected(request, generation)
+        deltas = await collect_while_connected(request, generation)
         if deltas is None:
             context.metrics.disconnected()
             return Response(status_code=499)  # nobody is left to read it
@@ -126,7 +126,7 @@ async def _frames(
     yield DONE
 
 
-async def _collect_while_connected(
+async def collect_while_connected(
     request: Request, generation: Generation
 ) -> list[list[Delta]] | None:
     """All deltas of every choice; None if the client goes away first."""

@@ -89,6 +89,8 @@ async def _grammar(
         return of_tools
     if of_tools is not None:
         name = source.param
+        if name == "response_format":  # its schema is within, unless a tool must be called
+            return of_tools
         raise ApiError(400, f"{name} cannot be had with tools that must be called.", param=name)
     return await codec.grammars.compile(source, info.eos_token_ids)
 

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator, WithJsonSchema
 
-from server.api.formats import StructuredFields
+from server.api.formats import GuidedFields, StructuredFields
 from server.api.messages import Content, Messages
 from server.api.shapes import (
     LENGTH,
@@ -97,13 +97,17 @@ class SpeculationOptions(BaseModel):
     max_draft: int | None = Field(
         None, ge=0, le=64, description="Older name of num_speculative_tokens."
     )
-    trace: bool | None = Field(None, description="Each choice tells whose guesses its tokens are.")
+    trace: bool | None = Field(
+        None,
+        description="Each choice tells whose guesses its tokens are; refused where the server's "
+        "setting allow_trace is off.",
+    )
 
 
-class GenerationRequest(StructuredFields):
-    """What completions and chat completions have in common."""
+class SamplingFields(GuidedFields):
+    """What every request for text may say."""
 
-    model_config = ConfigDict(strict=True, extra="allow", json_schema_extra=describe_unsupported)
+    model_config = ConfigDict(strict=True)
 
     model: str | None = Field(None, description="The served model; may be left out.")
     frequency_penalty: float | None = _ranged(-2, 2)
@@ -116,27 +120,14 @@ class GenerationRequest(StructuredFields):
     logit_bias: Biases | None = Field(None, description="Token id to -100..100.")
     allowed_token_ids: SomeTokenIds | None = None
     bad_words: Words | None = None
-    max_tokens: int | None = _ranged(0, _INT32)
     min_tokens: int | None = _ranged(0, _INT32, "At most max_tokens.")
     ignore_eos: bool | None = None
-    n: int | None = _ranged(1, 128)
     seed: int | None = _ranged(-(2**63), 2**63 - 1)
     stop: Stop | None = Field(None, description="Up to 16 strings.")
     stop_token_ids: FewTokenIds | None = None
     include_stop_str_in_output: bool | None = None
     skip_special_tokens: bool | None = Field(None, description="Default true.")
-    add_special_tokens: bool | None = None
-    truncate_prompt_tokens: Annotated[int, WithJsonSchema(LENGTH)] | None = Field(
-        None, description="Keep so many; -1 = what has room."
-    )
-    truncation_side: Literal["left", "right"] | None = Field(
-        None, description="Where truncation removes tokens; default left."
-    )
-    prompt_logprobs: int | None = _ranged(0, 20)
-    return_token_ids: bool | None = None
-    return_tokens_as_token_ids: bool | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
     cache_salt: Annotated[str, Field(min_length=1, max_length=1024)] | None = Field(
         None, description="Prefix pages are shared only under the same salt."
     )
@@ -147,13 +138,37 @@ class GenerationRequest(StructuredFields):
     prediction: Prediction | None = None
 
 
+class GenerationRequest(SamplingFields, StructuredFields):
+    """What completions and chat completions have in common."""
+
+    model_config = ConfigDict(strict=True, extra="allow", json_schema_extra=describe_unsupported)
+
+    max_tokens: int | None = _ranged(0, _INT32)
+    n: int | None = _ranged(1, 128)
+    add_special_tokens: bool | None = None
+    truncate_prompt_tokens: Annotated[int, WithJsonSchema(LENGTH)] | None = Field(
+        None, description="Keep so many; -1 = what has room."
+    )
+    truncation_side: Literal["left", "right"] | None = Field(
+        None, description="Where truncation removes tokens; default left."
+    )
+    prompt_logprobs: int | None = _ranged(0, 20)
+    return_token_ids: bool | None = None
+    return_tokens_as_token_ids: bool | None = None
+    stream_options: StreamOptions | None = None
+
+
 class CompletionRequest(GenerationRequest):
     """POST /v1/completions."""
 
     prompt: Annotated[Prompt, PlainValidator(_check_prompt, json_schema_input_type=PromptShape)]
+    suffix: str | None = Field(None, description="What follows the gap that is to be filled.")
     best_of: int | None = _ranged(1, 20, "At least n; above n not with stream.")
     echo: bool | None = None
     logprobs: int | None = _ranged(0, 20, "Alternates; 0 is not null.")
+
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
 class TemplateOptions(BaseModel):
@@ -166,12 +181,21 @@ class TemplateOptions(BaseModel):
         description="Variables of the chat template, such as enable_thinking.",
         json_schema_extra=VARIABLES,
     )
-    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh"] | None = Field(
+    reasoning_effort: Effort | None = Field(
         None, description="A variable of the chat template; none also sets enable_thinking false."
     )
 
 
-class ChatCompletionRequest(TemplateOptions, ToolFields, GenerationRequest):
+class ReasoningFields(BaseModel):
+    """The fields of a chat request that concern thoughts."""
+
+    model_config = ConfigDict(strict=True)
+
+    max_reasoning_tokens: int | None = _ranged(0, _INT32, "A thought is closed after so many.")
+    thinking_token_budget: int | None = _ranged(0, _INT32, "As max_reasoning_tokens.")
+
+
+class ChatCompletionRequest(TemplateOptions, ReasoningFields, ToolFields, GenerationRequest):
     """POST /v1/chat/completions."""
 
     messages: Messages

@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Literal
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from starlette.responses import JSONResponse, Response
 from typing_extensions import TypedDict
 
 from engine.errors import EngineUnavailable
+from server.api.access import caller_of
 from server.api.context import ServerContext
+from server.api.recent import RecentRequest
 
 #: A step takes milliseconds; whoever waits longer would rather know that it hangs.
 _PATIENCE_SECONDS = 30.0
@@ -83,8 +85,8 @@ class MeasuredSpeedup(TypedDict):
     unknown_seconds: float
 
 
-class SpeculationStatus(TypedDict):
-    """The state of speculation. `mode` is "failed" if the planner has raised; nothing is
+class EngineStatus(TypedDict):
+    """What the engine tells. `mode` is "failed" if the planner has raised; nothing is
     drafted then, and the other fields are empty."""
 
     mode: str
@@ -101,15 +103,22 @@ class SpeculationStatus(TypedDict):
     cost_model: CostModel | None
 
 
+class SpeculationStatus(EngineStatus):
+    """The state of speculation; `recent` are the caller's own last requests, the newest first."""
+
+    recent: list[RecentRequest]
+
+
 def speculation_router(context: ServerContext) -> APIRouter:
     """The one route."""
     router = APIRouter(tags=["speculation"])
 
     @router.get("/v1/speculation/status", responses={200: {"model": SpeculationStatus}})
-    async def speculation_status() -> Response:
+    async def speculation_status(request: Request) -> Response:
         """What is drafted at each batch size and why; what that rests on; what it has brought."""
         context.codec()  # raises unless the server takes requests
-        return JSONResponse(await _look(context))
+        status = await _look(context)
+        return JSONResponse({**status, "recent": [*reversed(caller_of(request).recent)]})
 
     return router
 

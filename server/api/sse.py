@@ -27,6 +27,11 @@ def frame(payload: Mapping[str, Any]) -> str:
     return f"data: {_encode(payload)}\n\n"
 
 
+def named_frame(payload: Mapping[str, Any]) -> str:
+    """The same, with the payload's `type` as the name of the event."""
+    return f"event: {payload['type']}\n{frame(payload)}"
+
+
 class EventStream(StreamingResponse):
     """Streams frames; whatever ends it, the generator is closed and `on_close` is called.
 

@@ -92,12 +92,17 @@ class ToolUse:
 
 
 async def tool_use(
-    codec: TextCodec, body: ToolFields, info: EngineInfo, tool_format: str | None
+    codec: TextCodec,
+    body: ToolFields,
+    info: EngineInfo,
+    tool_format: str | None,
+    answer: GrammarSource | None = None,
 ) -> ToolUse | None:
     """What a request's tools ask for; None = nothing, its answer is text.
 
     Args:
         tool_format: how the model writes calls; None = as its template tells.
+        answer: the schema of answers that call none, if there is one.
 
     Raises:
         ApiError: the choice names no tool, or there are none to choose from.
@@ -117,9 +122,7 @@ async def tool_use(
             400, f"tool_choice names {quote(named)}, which is not in tools.", param="tool_choice"
         )
     kind = format_of(codec.template)
-    if kind is not None:
-        kind = tool_format or kind
-    else:
+    if kind is None:
         raise ApiError(
             400,
             "This model's chat template knows no tools; leave tools out, or serve a model whose "
@@ -130,37 +133,37 @@ async def tool_use(
         return None
     if named is not None:
         tools = {named: tools[named]}
-    form, grammar = FORMATS[kind], None
+    form, grammar = FORMATS[tool_format or kind], None
     required = named is not None or choice == "required"
-    if required or any(tool.strict for tool in tools.values()):
-        grammar = await _grammar(codec, body, tools, required, form, info)
+    if required or answer is not None or any(tool.strict for tool in tools.values()):
+        schemas = await _schemas(codec, tools, required, info)
+        many = body.parallel_tool_calls is not False and named is None
+        if answer is not None:
+            await codec.grammars.compile(answer, info.eos_token_ids)  # to say which is at fault
+        text = calls_grammar(
+            form,
+            schemas,
+            required=required,
+            many=many,
+            special=codec.special_ids,
+            answer=None if answer is None else json.loads(answer.text),
+        )
+        source = GrammarSource("lark", text, "tools")
+        grammar = await codec.grammars.compile(source, info.eos_token_ids)
     return ToolUse(form, grammar, kind == "mistral")
 
 
-async def _grammar(
-    codec: TextCodec,
-    body: ToolFields,
-    tools: Mapping[str, FunctionTool],
-    required: bool,
-    form: CallFormat,
-    info: EngineInfo,
-) -> Grammar:
+async def _schemas(
+    codec: TextCodec, tools: Mapping[str, FunctionTool], required: bool, info: EngineInfo
+) -> dict[str, Any]:
+    """What binds the arguments of each tool."""
     schemas = {}
     for name, tool in tools.items():
         bound = required or tool.strict
         schemas[name] = {**_ANYTHING, **(tool.parameters or {})} if bound else _ANYTHING
         source = GrammarSource("json", json.dumps(schemas[name]), "tools")
         await codec.grammars.compile(source, info.eos_token_ids)  # to say which is at fault
-    many = body.parallel_tool_calls is not False
-    text = calls_grammar(
-        form,
-        schemas,
-        required=required,
-        many=many and not isinstance(body.tool_choice, NamedChoice),
-        special=codec.special_ids,
-    )
-    source = GrammarSource("lark", text, "tools")
-    return await codec.grammars.compile(source, info.eos_token_ids)
+    return schemas
 
 
 class ToolText:

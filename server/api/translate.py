@@ -8,8 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from engine.config import NO_DRAFTER
-from engine.errors import InvalidRequest
 from engine.types import EngineInfo, Request, SamplingParams, SpeculationParams
 from server.api.checks import (
     bounded,
@@ -17,21 +15,30 @@ from server.api.checks import (
     check_common,
     check_stop,
     is_token_ids,
-    joined,
     largest,
     require,
     template_variables,
 )
 from server.api.context import ServerContext
 from server.api.conversation import check_tools, tools_of
-from server.api.errors import ApiError, quote
+from server.api.drafting import speculation_params
+from server.api.errors import ApiError
+from server.api.formats import answer_schema
 from server.api.generation import Job
+from server.api.infill import check_suffix
 from server.api.lengths import Count, check_texts, max_tokens, truncated
+from server.api.reasoning import (
+    reasoning_budget,
+    reasoning_format,
+    reasoning_phase,
+    thought_grammar,
+)
 from server.api.sampling import check_token_ids, sampling_params
 from server.api.schemas import ChatCompletionRequest, CompletionRequest, GenerationRequest
 from server.api.tools import ToolUse, tool_use
 from server.text.choice import TextRules
 from server.text.codec import TextCodec
+from server.text.reasoning import ReasoningFormat, ReasoningRules
 
 
 async def completion_job(context: ServerContext, codec: TextCodec, body: CompletionRequest) -> Job:
@@ -70,9 +77,18 @@ async def completion_job(context: ServerContext, codec: TextCodec, body: Complet
     )
     check_choices(options, samples, len(items))
     texts = [item for item in items if isinstance(item, str)]
-    check_texts(texts, codec, context.engine.info, "prompt")
+    cuts = body.truncate_prompt_tokens is not None
+    check_texts(texts, codec, context.engine.info, "prompt", truncates=cuts)
+    gap = check_suffix(codec, body)
+    check_texts([body.suffix or ""], codec, context.engine.info, "suffix")
     wishes = await _wishes(context, codec, body, count)
     add_special = body.add_special_tokens is not False
+    if gap:
+        prompts = await codec.infill.prompts(items, body.suffix or "", begin=add_special)
+        texts = [t if isinstance(t, str) else codec.decode(t, skip_special_tokens=False)
+                 for t in items]  # fmt: skip
+        wishes = wishes.ending(codec.infill.ends)
+        return _job(context.engine.info, body, count, wishes, prompts, texts)
     prompts = await codec.encode(texts, add_special_tokens=add_special) if texts else list(items)
     return _job(context.engine.info, body, count, wishes, prompts, texts)
 
@@ -107,8 +123,11 @@ async def chat_job(context: ServerContext, codec: TextCodec, body: ChatCompletio
             "continue_final_message and add_generation_prompt exclude each other.",
             param="continue_final_message",
         )
-    use = await tool_use(codec, body, context.engine.info, options.tool_format)
-    wishes = await _wishes(context, codec, body, count, use)
+    info, answer = context.engine.info, answer_schema(body)
+    use = await tool_use(codec, body, info, options.tool_format, answer)
+    form = reasoning_format(context, codec)
+    budget = reasoning_budget(body, form)
+    wishes = await _wishes(context, codec, body, count, use, form)
     text = await codec.write_chat(
         check_tools(body.messages, codec.template),
         add_generation_prompt=body.add_generation_prompt is not False and not continued,
@@ -116,7 +135,11 @@ async def chat_job(context: ServerContext, codec: TextCodec, body: ChatCompletio
         variables=template_variables(body),
         tools=tools_of(body),
     )
-    check_texts([text], codec, context.engine.info, "messages")
+    cuts = body.truncate_prompt_tokens is not None
+    check_texts([text], codec, context.engine.info, "messages", truncates=cuts)
+    if form is not None:
+        phase = reasoning_phase(form, text, body.messages, continued=continued)
+        wishes = await _thoughtful(context, codec, wishes, ReasoningRules(form, phase), budget)
     # The template has written the special tokens already.
     prompts = await codec.encode([text], add_special_tokens=bool(body.add_special_tokens))
     return _job(context.engine.info, body, count, wishes, prompts, [text])
@@ -134,6 +157,17 @@ class _Wishes:
     rules: TextRules
     tools: ToolUse | None = None
 
+    def ending(self, tokens: frozenset[int]) -> _Wishes:
+        """The same of answers that more tokens end, unless none are to."""
+        sampling, rules = self.sampling, self.rules
+        if not sampling.ends_at_eos:
+            return self
+        return replace(
+            self,
+            sampling=replace(sampling, stop_token_ids=sampling.stop_token_ids | tokens),
+            rules=replace(rules, terminators=rules.terminators | tokens),
+        )
+
 
 async def _wishes(
     context: ServerContext,
@@ -141,6 +175,7 @@ async def _wishes(
     body: GenerationRequest,
     count: Count,
     use: ToolUse | None = None,
+    form: ReasoningFormat | None = None,
 ) -> _Wishes:
     """What is quick to check, before prompts are tokenised."""
     check_stop(context.options, body)
@@ -148,11 +183,11 @@ async def _wishes(
     sampling = await sampling_params(context, codec, body, count, grammar)
     return _Wishes(
         sampling=sampling,
-        speculation=await _speculation(
+        speculation=await speculation_params(
             codec, body, context.engine.info, context.options.allow_trace
         ),
         rules=_text_rules(
-            body, sampling, context.engine.info, keep_control=_calls_by_control(codec, use)
+            body, sampling, context.engine.info, keep_control=_signs_by_control(codec, use, form)
         ),
         tools=use,
     )
@@ -194,9 +229,30 @@ def _job(
     )
 
 
-def _calls_by_control(codec: TextCodec, use: ToolUse | None) -> bool:
-    """Whether calls begin with a control token, which has to be read then."""
-    return use is not None and use.form.begin.strip() in codec.special_ids
+async def _thoughtful(
+    context: ServerContext,
+    codec: TextCodec,
+    wishes: _Wishes,
+    rules: ReasoningRules,
+    budget: int | None,
+) -> _Wishes:
+    """The same of answers that may begin with a thought of `budget` tokens (None = of any)."""
+    answer = wishes.sampling.grammar
+    rules = replace(rules, exact=answer is not None)
+    grammar = await thought_grammar(codec, context.engine.info, rules, answer, budget)
+    return replace(
+        wishes,
+        sampling=replace(wishes.sampling, grammar=grammar),
+        rules=replace(wishes.rules, reasoning=rules),
+    )
+
+
+def _signs_by_control(codec: TextCodec, use: ToolUse | None, form: ReasoningFormat | None) -> bool:
+    """Whether calls or thoughts begin or end with a control token, which has to be read then."""
+    signs = {form.begin, form.end} if form is not None else set[str]()
+    if use is not None:
+        signs.add(use.form.begin.strip())
+    return not signs.isdisjoint(codec.special_ids)
 
 
 def _text_rules(
@@ -211,39 +267,4 @@ def _text_rules(
         min_tokens=body.min_tokens or 0,
         terminators=named | info.eos_token_ids if sampling.ends_at_eos else named,
         stop_token_ids=named,
-    )
-
-
-async def _speculation(
-    codec: TextCodec, body: GenerationRequest, info: EngineInfo, allow_trace: bool
-) -> SpeculationParams:
-    asked, prediction = body.speculation, body.prediction
-    tokens: Sequence[int] = ()
-    if prediction is not None:
-        # What lies beyond the context can never be generated.
-        text = codec.beginning(joined(prediction.content), info.max_model_len)
-        [tokens] = await codec.encode([text], add_special_tokens=False)
-    drafter = asked.drafter if asked is not None else None
-    choices = (*info.drafters, NO_DRAFTER)
-    if drafter is not None and drafter not in choices:
-        loaded = ", ".join(choices)
-        raise InvalidRequest(
-            f"speculation.drafter is {quote(drafter)}, which is not loaded; choose from: {loaded}.",
-            "speculation.drafter",
-        )
-    trace = bool(asked is not None and asked.trace)
-    if trace and not allow_trace:
-        raise InvalidRequest(
-            "speculation.trace is switched off on this server (allow_trace: false).",
-            "speculation.trace",
-        )
-    wish = asked.num_speculative_tokens if asked is not None else None
-    if wish is None and asked is not None:
-        wish = asked.max_draft
-    return SpeculationParams(
-        enabled=asked.enabled if asked is not None else None,
-        drafter=drafter,
-        num_speculative_tokens=wish,
-        prediction=tuple(tokens[: info.max_model_len]),
-        trace=trace,
     )

@@ -32,6 +32,7 @@ def usage(generation: Generation) -> dict[str, Any]:
         "completion_tokens_details": {
             "accepted_prediction_tokens": sum(s.accepted_prediction_tokens for s in stats),
             "rejected_prediction_tokens": sum(s.rejected_prediction_tokens for s in stats),
+            "reasoning_tokens": sum(c.text.reasoning_tokens for c in generation.choices),
         },
     }
 

@@ -109,7 +109,7 @@ def run(
     texts = read_prompts(command.prompts)
 
     def encode(info: EngineInfo) -> list[tuple[int, ...]]:
-        return _encode(TextCodec(load_tokenizer(info.model_path)), texts)
+        return _encode(TextCodec(load_tokenizer(info.model_path, settings.chat_template)), texts)
 
     report = audit(settings.engine_config(str(directory)), encode, command.options, console.say)
     for line in lines(report):

@@ -50,10 +50,10 @@ def _software(_: Settings) -> Iterator[Finding]:
 
 
 def _machine(settings: Settings) -> Iterator[Finding]:
-    loader, memory = _engine("loader"), _engine("memory")
+    choices, memory = _engine("choices"), _engine("memory")
     try:
-        device = loader.choose_device(settings.device)
-        dtype = str(loader.choose_dtype(settings.dtype, device)).removeprefix("torch.")
+        device = choices.choose_device(settings.device)
+        dtype = str(choices.choose_dtype(settings.dtype, device)).removeprefix("torch.")
     except EngineError as error:
         yield "device", str(error), True
         return

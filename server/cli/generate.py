@@ -43,7 +43,7 @@ async def generate(
     engine = AsyncEngine(settings.engine_config(str(directory)), on_progress=console.say)
     await engine.start()
     try:
-        codec = TextCodec(load_tokenizer(engine.info.model_path))
+        codec = TextCodec(load_tokenizer(engine.info.model_path, settings.chat_template))
         stats = await _stream(engine, codec, prompt, out)
     finally:
         await engine.stop()

@@ -36,7 +36,7 @@ from server.cli.load_log import LoadLog
 from server.cli.settings import Settings
 from server.cli.values import is_loopback
 from server.metrics.registry import Metrics
-from server.text.tokenizer import load_tokenizer
+from server.text.tokenizer import load_tokenizer, read_template
 from server.version import version
 
 EXIT_DEAD = 1
@@ -68,8 +68,11 @@ def serve(settings: Settings, directory: Path, model_name: str, console: Console
         2 if it could not start.
 
     Raises:
-        ConfigurationError: the port is taken, or two settings do not fit together.
+        ConfigurationError: the port is taken, the chat template cannot be read, or two settings
+            do not fit together.
     """
+    if settings.chat_template is not None:
+        read_template(settings.chat_template)  # to fail before the model is loaded
     allow_files(settings.max_connections)
     with bind(settings.host, settings.port) as listener:
         service = _Service(settings, settings.engine_config(str(directory)), model_name, console)
@@ -102,7 +105,7 @@ class _Service:
         )
         app = create_app(
             self._engine,
-            lambda info: load_tokenizer(info.model_path),
+            lambda info: load_tokenizer(info.model_path, settings.chat_template),
             model_name,
             options=settings.server_options(),
             metrics=metrics,

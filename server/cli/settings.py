@@ -62,8 +62,13 @@ class Settings(BaseModel):
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
-        description="type of K/V, of what layers hand on, and of weights that are not in blocks; "
+        description="type of what layers hand on, and of weights that are not in blocks; "
         "auto: bfloat16 where the device computes it natively, else float32",
+    )
+    kv_dtype: Literal["auto", "int8"] = Field(
+        "auto",
+        description="type of keys and values; auto: the dtype; int8: rounded, which takes half the "
+        "memory of bfloat16 and a quarter of float32",
     )
     weights: Literal["auto", "file", "float32", "bfloat16", "int8", "int4"] = Field(
         "auto",
@@ -184,6 +189,11 @@ class Settings(BaseModel):
         True, description="let requests ask whose guesses their tokens are (speculation.trace)"
     )
     ui: bool = Field(True, description="serve a page at / to chat with the model")
+    root_path: str = Field(
+        "",
+        pattern=r"^(/[A-Za-z0-9._~-]+)*$",
+        description="path under which a proxy shows the server, such as /llm, stripped or not",
+    )
     requests_per_minute: Count | None = Field(
         None, description="most POST requests of one key, or of all callers without keys (429)"
     )
@@ -212,8 +222,14 @@ class Settings(BaseModel):
     allow_control_tokens: bool = Field(
         False, description="let control tokens such as <|im_start|> act in chat messages, too"
     )
+    chat_template: str | None = Field(
+        None, description="file with a Jinja template in place of the model's own"
+    )
     tool_format: Literal["hermes", "mistral", "llama3", "json"] | None = Field(
         None, description="how the model writes tool calls; default: as its chat template tells"
+    )
+    reasoning_parser: Literal["auto", "none", "think", "seed", "mistral", "kimi", "granite"] = (
+        Field("auto", description="how the model writes thoughts; auto: as its chat template tells")
     )
     max_body: Size = Field(_OPTIONS.max_body_bytes, description="largest request body (413)")
     ping_seconds: float = Field(
@@ -283,6 +299,7 @@ class Settings(BaseModel):
             runner=self.runner,
             weights=self.weights,
             activations=self.activations,
+            kv_dtype=self.kv_dtype,
             numerics=self.numerics,
         )
         return EngineConfig(

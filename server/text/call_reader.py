@@ -75,25 +75,30 @@ class CallReader:
 
     def push(self, text: str) -> tuple[str, list[CallPiece]]:
         """Takes more of the answer; returns text, and pieces of calls, that are certain."""
-        self._held += text
-        return self._read(final=False)
+        return _apart(self.read(text))
 
     def finish(self) -> tuple[str, list[CallPiece]]:
         """What was held back, once the answer is over."""
-        return self._read(final=True)
+        return _apart(self.read("", final=True))
 
-    def _read(self, *, final: bool) -> tuple[str, list[CallPiece]]:
-        content: list[str] = []
-        pieces: list[CallPiece] = []
+    def read(self, text: str, *, final: bool = False) -> list[str | CallPiece]:
+        """Text and pieces of calls that are certain, in the order in which they were written.
+
+        Args:
+            text: more of the answer.
+            final: it is the last.
+        """
+        self._held += text
+        parts: list[str | CallPiece] = []
         steps = {"start": self._start, "text": self._text, "after": self._after}
         while True:
             mode, held = self._mode, len(self._held)
             if mode == "call":
-                self._call(content, pieces, final)
+                self._call(parts, final)
             else:
-                content.append(steps[mode](final))
+                parts.append(steps[mode](final))
             if (self._mode, len(self._held)) == (mode, held):
-                return "".join(content), pieces
+                return [part for part in parts if part != ""]
 
     def _start(self, final: bool) -> str:
         """At the very beginning, where the call itself may stand."""
@@ -124,41 +129,41 @@ class CallReader:
     def _worth(self, text: str) -> str:
         return "" if self.calls and not text.strip() else text
 
-    def _call(self, content: list[str], pieces: list[CallPiece], final: bool) -> None:
+    def _call(self, parts: list[str | CallPiece], final: bool) -> None:
         if self._form.listed and self._held.lstrip().startswith("["):
             self._held = self._held.lstrip()[1:]
         one, held = self._object, self._held
         if one.arguments is None and (header := _HEADER.match(held)) is not None:
             name = _read_json(header[1])
             one.arguments = one.sent = header.end()
-            pieces.append(CallPiece(self.calls, name, ""))
+            parts.append(CallPiece(self.calls, name, ""))
             self.calls += 1
         if not held.lstrip().startswith("{"):
             if held.strip() or final:
-                content.append(self._begin + held)
+                parts.append(self._begin + held)
                 self._held, self._mode = "", "text"
             return
         one.follow(held)
         if one.arguments is not None:
             until = one.position if one.arguments_end is None else one.arguments_end
             if until > one.sent:
-                pieces.append(CallPiece(self.calls - 1, None, held[one.sent : until]))
+                parts.append(CallPiece(self.calls - 1, None, held[one.sent : until]))
                 one.sent = until
         if one.end is None and not final:
             return
         end = len(held) if one.end is None else one.end
-        if one.arguments is None and not self._whole(held[:end], pieces):
-            content.append(self._begin + held[:end])
+        if one.arguments is None and not self._whole(held[:end], parts):
+            parts.append(self._begin + held[:end])
         self._held, self._mode, self._object = held[end:], "after", _Object()
 
-    def _whole(self, text: str, pieces: list[CallPiece]) -> bool:
+    def _whole(self, text: str, parts: list[str | CallPiece]) -> bool:
         """Reads a call whose fields stand in another order; whether it is one."""
         found = _read_json(text)
         if not isinstance(found, dict) or not isinstance(found.get("name"), str):
             return False
         arguments = found.get("arguments", found.get("parameters", {}))
         spelled = arguments if isinstance(arguments, str) else json.dumps(arguments)
-        pieces.append(CallPiece(self.calls, found["name"], spelled))
+        parts.append(CallPiece(self.calls, found["name"], spelled))
         self.calls += 1
         return True
 
@@ -180,3 +185,9 @@ def _read_json(text: str) -> Any:
         return json.loads(text)
     except (ValueError, RecursionError):
         return None
+
+
+def _apart(parts: list[str | CallPiece]) -> tuple[str, list[CallPiece]]:
+    """The text, and the pieces of calls."""
+    text = "".join(part for part in parts if isinstance(part, str))
+    return text, [part for part in parts if isinstance(part, CallPiece)]

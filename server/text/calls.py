@@ -54,6 +54,7 @@ def calls_grammar(
     required: bool,
     many: bool,
     special: Mapping[str, int],
+    answer: Mapping[str, Any] | None = None,
 ) -> str:
     """A Lark grammar of answers that call tools.
 
@@ -63,6 +64,7 @@ def calls_grammar(
         required: whether the answer must be a call; else it may be text, with or without calls.
         many: whether there may be several calls.
         special: control tokens by their text: written as tokens, since no text spells them.
+        answer: the JSON schema of answers that call none; None = they are any text.
     """
     begin, end = form.begin.rstrip("\n"), form.end.strip("\n")
     opened = _literal(begin, special)
@@ -73,7 +75,13 @@ def calls_grammar(
     else:
         again = f' ("\\n" {opened}{gap} call {closed})*' if many and begin else ""
         calls = f"{gap} call {closed}{again}"
-    lines = [f"start: {opened}{calls}"] if required else _with_text(begin, opened, calls, special)
+    if required:
+        lines = [f"start: {opened}{calls}"]
+    elif answer is not None:
+        styled = json.dumps({"x-guidance": JSON_STYLE, **answer})
+        lines = [f"start: answer | {opened}{calls}", f"answer: %json {styled}"]
+    else:
+        lines = _with_text(begin, opened, calls, special)
     lines.append("call: " + " | ".join(f"c{i}" for i in range(len(tools))))
     for i, (name, schema) in enumerate(tools.items()):
         head = json.dumps(f'{{"name": {json.dumps(name)}, "{form.arguments}": ', ensure_ascii=False)

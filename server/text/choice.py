@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from engine.types import DraftTrace, TokenLogprobs
 from server.text.decode import Detokenizer
+from server.text.reasoning import ReasoningRules
 from server.text.stop import StopMatcher
 
 
@@ -22,6 +23,7 @@ class TextRules:
         min_tokens: tokens before which no stop string counts.
         terminators: tokens that end a choice; their text is left out.
         stop_token_ids: the terminators that the caller named: reported as `stop_reason`.
+        reasoning: how a thought before the answer is told from it; None = all is the answer.
     """
 
     stop: tuple[str, ...] = ()
@@ -30,6 +32,7 @@ class TextRules:
     min_tokens: int = 0
     terminators: frozenset[int] = frozenset()
     stop_token_ids: frozenset[int] = frozenset()
+    reasoning: ReasoningRules | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +63,8 @@ class Delta:
         stop_reason: the stop string or the caller's stop token that ended it.
         pieces: the text token by token, if the engine told where tokens came from. A token whose
             text is released bit by bit has several.
+        reasoning: text of the thought before the answer; `text` is the answer's alone then.
+        begin: of all characters the one with which `text` begins.
     """
 
     text: str
@@ -69,6 +74,8 @@ class Delta:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     pieces: tuple[Piece, ...] = ()
+    reasoning: str = ""
+    begin: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,18 +95,25 @@ class ChoiceText:
     a stop string, and bytes while they may be the start of a character; so what was released
     is never taken back. Everything ends at the same token, the one that completes the stop
     string: it and all before it count as generated, later ones never happened, whether they
-    came one by one or in one block.
+    came one by one or in one block. Stop strings are looked for in the answer, not in a thought
+    before it.
     """
 
     def __init__(self, rules: TextRules, detokenizer: Detokenizer) -> None:
         self._rules = rules
         self._detokenizer = detokenizer
         self._matcher = StopMatcher(rules.stop)
+        self._thought = None if rules.reasoning is None else rules.reasoning.reader()
         self._buffer = ""  # text not yet released
         self._length = 0  # characters of all text so far
         self._waiting: deque[_Waiting] = deque()
         self.tokens = 0
         self.finished = False
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Tokens of the thought, without its tags."""
+        return 0 if self._thought is None else self._thought.tokens
 
     def push(
         self,
@@ -120,11 +134,14 @@ class ChoiceText:
             if stop is not None:
                 return self._close("stop", stop)
         delta = self._release(everything=False)
-        return delta if delta.token_ids or delta.text else None
+        return delta if delta.token_ids or delta.text or delta.reasoning else None
 
     def finish(self, reason: str, stop_token_id: int | None) -> Delta:
         """Ends the choice for a reason of the engine's and releases what was held back."""
-        self._add_text(self._detokenizer.finish())
+        text = self._detokenizer.finish()
+        self._add_text(text)
+        if self._thought is not None:
+            self._thought.feed(text, token=False)
         named = stop_token_id in self._rules.stop_token_ids
         return self._close(reason, stop_token_id if named else None)
 
@@ -141,6 +158,8 @@ class ChoiceText:
         self._waiting.append(
             _Waiting(token_id, logprob, start, self._length, self._detokenizer.incomplete, origin)
         )
+        if self._thought is not None:
+            text, start = self._thought.feed(text)
         if self.tokens <= rules.min_tokens or not (found := self._matcher.feed(text)):
             return None
         string, consumed = found
@@ -165,7 +184,8 @@ class ChoiceText:
         finish_reason: str | None = None,
         stop_reason: str | int | None = None,
     ) -> Delta:
-        safe = self._length if everything else self._length - self._matcher.held
+        held = max(self._matcher.held, 0 if self._thought is None else self._thought.held)
+        safe = self._length if everything else self._length - held
         incomplete = self._detokenizer.incomplete
         out: list[_Waiting] = []
         while self._waiting:
@@ -178,8 +198,13 @@ class ChoiceText:
         first_character = self._length - len(self._buffer)
         text, self._buffer = self._buffer[:count], self._buffer[count:]
         logprobs = tuple(token.logprob for token in out if token.logprob is not None)
+        reasoning, answer = "", text
+        if self._thought is not None:
+            reasoning, answer = self._thought.split(text, final=everything)
         return Delta(
-            text=text,
+            text=answer,
+            reasoning=reasoning,
+            begin=first_character + len(text) - len(answer),
             token_ids=tuple(token.token_id for token in out),
             logprobs=logprobs if len(logprobs) == len(out) else None,
             offsets=tuple(min(token.start, self._length) for token in out),

@@ -11,6 +11,7 @@ from engine.errors import InvalidRequest
 from server.text.decode import ByteDetokenizer, Detokenizer, WindowDetokenizer
 from server.text.grammar import GrammarCompiler
 from server.text.guard import Guard, GuardedText
+from server.text.infill import InfillWriter
 from server.text.lanes import Lanes
 from server.text.least import text_bound
 from server.text.tokenizer import Tokenizer, byte_alphabet
@@ -43,6 +44,7 @@ class TextCodec:
 
     Attributes:
         grammars: compiles what answers must match.
+        infill: writes prompts around gaps.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, control: bool = False) -> None:
@@ -58,6 +60,7 @@ class TextCodec:
         self._anchor = tokenizer.encode("a", add_special_tokens=False)
         self._lanes = Lanes()
         self._bound = text_bound(tokenizer)
+        self.infill = InfillWriter(tokenizer, self._lanes)
 
     @property
     def template(self) -> str:
@@ -89,10 +92,14 @@ class TextCodec:
             Overloaded: too much waits for the tokenizer already.
         """
 
-        def work() -> list[list[int]]:
-            return self._encode_all(texts, add_special_tokens)
+        def work(text: str) -> list[int]:
+            if isinstance(text, GuardedText):
+                return self._guard.encode(text, add_special_tokens=add_special_tokens)
+            return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
-        return await self._lanes.run(sum(map(len, texts)), work)
+        return await self._lanes.run_all(
+            [(len(text), functools.partial(work, text)) for text in texts]
+        )
 
     def least_tokens(self, text: str) -> int:
         """The fewest tokens that `text` can make, without tokenising it; 0 if that is unknown."""
@@ -102,13 +109,21 @@ class TextCodec:
         """So much of `text` that it makes `tokens` tokens, if the whole does and that is known."""
         return text if self._bound is None else text[: tokens * self._bound.per_token]
 
-    def _encode_all(self, texts: Sequence[str], add_special_tokens: bool) -> list[list[int]]:
-        return [
-            self._guard.encode(text, add_special_tokens=add_special_tokens)
-            if isinstance(text, GuardedText)
-            else self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-            for text in texts
-        ]
+    def spell(self, text: bytes) -> tuple[int, ...]:
+        """Tokens that stand for just these bytes within a text; none if none were found."""
+        word, encode = text.decode("utf-8", "ignore"), self._tokenizer.encode
+        for before in ("", "a", "\n"):  # at the beginning, some tokenizers put a space before it
+            ahead = encode(before, add_special_tokens=False)
+            found = encode(before + word, add_special_tokens=False)
+            tokens = found[len(ahead) :]
+            if found[: len(ahead)] == ahead and self._spelled(tokens) == text:
+                return tuple(tokens)
+        pieces = [self.spell(letter.encode()) for letter in word] if len(word) > 1 else []
+        tokens = [token for piece in pieces for token in piece]
+        return tuple(tokens) if self._spelled(tokens) == text else ()
+
+    def _spelled(self, tokens: Sequence[int]) -> bytes:
+        return b"".join(map(self.token_bytes, tokens))
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool) -> str:
         """The text of all `token_ids` together; ids beyond the tokenizer's have none."""

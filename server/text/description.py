@@ -27,6 +27,14 @@ JSON_STYLE: dict[str, Any] = {
     "item_separator": ", ",
     "key_separator": ": ",
 }
+#: Classes of regular expressions; they may stand within another class.
+_CLASSES = {
+    "d": "[0-9]",
+    "w": "[0-9A-Za-z_]",
+    "s": r"[ \t\n\r\f\v]",
+    "W": r"[^\w\p{N}]",
+    "S": r"[^\s\x1c-\x1f]",
+}
 #: Places of schemas within a schema; of the first by name, of the second in lists.
 _NAMED = ("properties", "patternProperties", "$defs", "definitions")
 _LISTED = ("anyOf", "oneOf", "allOf", "prefixItems")
@@ -138,7 +146,7 @@ def definition(source: GrammarSource) -> str:
         if source.kind == "json":
             return str(LLMatcher.grammar_from_json_schema(text, JSON_STYLE, {"lenient": False}))
         if source.kind == "regex":
-            return str(LLMatcher.grammar_from_regex(text))
+            return str(LLMatcher.grammar_from_regex(_narrowed(text)))
         if source.kind == "choice":
             spelled = (json.dumps(word, ensure_ascii=False) for word in json.loads(text))
             return str(LLMatcher.grammar_from_lark("start: " + " | ".join(spelled)))
@@ -149,6 +157,12 @@ def definition(source: GrammarSource) -> str:
         raise
     except Exception as error:  # whatever a converter makes of foreign input
         raise Refused(sentence(str(error))) from None
+
+
+def _narrowed(expression: str) -> str:
+    """An expression whose classes are what every dialect agrees on: digits, letters and spaces are
+    those of ASCII, and what is none of them is none in Unicode, whose versions differ."""
+    return re.sub(r"\\(.)", lambda found: _CLASSES.get(found[1], found[0]), expression, flags=re.S)
 
 
 def sentence(text: str) -> str:

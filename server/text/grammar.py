@@ -1,48 +1,41 @@
 """Grammars for the engine, compiled by llguidance from JSON schemas and other descriptions.
 
 A description is input like any other: its size, its depth and the work it may cause are bounded,
-it is compiled in a thread of its own, and what does not compile is refused with the reason.
+it is compiled in threads of their own and only after a probe has, and what does not compile is
+refused with the reason.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
-import json
+import copy
 import threading
+import time
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, TypeVar
 
 from engine.errors import InvalidRequest, Overloaded
 from engine.grammar import Grammar, Matcher
-from server.text.description import (
-    GrammarSource,
-    Refused,
-    check_size,
-    children,
-    definition,
-    sentence,
-)
+from server.text.compile import compiled, failure, native_tokenizer
+from server.text.description import GrammarSource, Refused, check_size
+from server.text.probe import probe_for
 from server.text.tokenizer import Tokenizer
 
-#: Descriptions that may wait to be compiled, and compiled ones that are kept.
+T = TypeVar("T")
+
+#: Descriptions that may wait to be compiled, compiled ones that are kept, and compiled at once: a
+#: slow one holds up no others unless there are as many of its kind.
 _MOST_WAITING = 32
 _MOST_KEPT = 64
+_AT_ONCE = 4
 
-#: In the library's units: some 20 ms to compile, 4 ms and 2 ms in a step, 50 MB of states.
-_LIMITS = {
-    "initial_lexer_fuel": 1_000_000,
-    "step_lexer_fuel": 60_000,
-    "step_max_items": 50_000,
-    "max_lexer_states": 25_000,
-    "max_grammar_size": 500_000,
-    "verbose_errors": False,
-}
-
-#: Schemas that are compiled to find the one at fault.
-_MOST_TRIED = 50
+#: What a matcher may take of the engine's thread, in seconds of computing: for each thing that it
+#: is asked, saved up from the beginning, and on top. The library's limits keep honest grammars
+#: far below; what is not bounded by them, such as a forced text of 100,000 letters, fails here.
+_SECONDS_EACH = 0.002
+_SECONDS_MORE = 0.25
 
 
 class GrammarCompiler:
@@ -54,9 +47,12 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._tokenizer = tokenizer
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="grammar")
         self._lock = threading.Lock()
         self._kept: OrderedDict[tuple[Any, ...], Future[CompiledGrammar]] = OrderedDict()
+        self._making = threading.Lock()
+        self._serialized = ""
+        self._natives: dict[frozenset[int], Any] = {}  # as many as a model has sets of end tokens
 
     async def compile(self, source: GrammarSource, end_tokens: frozenset[int]) -> Grammar:
         """A grammar, once it is compiled; requests with the same description share it.
@@ -82,7 +78,7 @@ class GrammarCompiler:
                 waiting = sum(not other.done() for other in self._kept.values())
                 if waiting >= _MOST_WAITING:
                     raise Overloaded(f"{waiting} grammars wait to be compiled already.")
-                future = self._kept[key] = self._thread.submit(self._compile, source, end_tokens)
+                future = self._kept[key] = self._threads.submit(self._compile, source, end_tokens)
             self._kept.move_to_end(key)
             while len(self._kept) > _MOST_KEPT:
                 self._kept.popitem(last=False)
@@ -95,47 +91,31 @@ class GrammarCompiler:
                 source.param,
             ) from None
 
-    # -- in the thread -------------------------------------------------------------------
+    # -- in the threads ------------------------------------------------------------------
 
     def _compile(self, source: GrammarSource, end_tokens: frozenset[int]) -> CompiledGrammar:
         """Raises `Refused` if it does not compile."""
-        native = self._native(end_tokens)
-        try:
-            return CompiledGrammar(_prototype(native, definition(source)), end_tokens)
-        except Refused as refused:
-            where = self._find(source, end_tokens) if source.kind == "json" else ""
-            raise Refused(str(refused), where) from None
+        serialized = self._serialize()
+        probe = probe_for(serialized, end_tokens)  # makes its tokenizer while this one is made
+        with self._making:
+            if end_tokens not in self._natives:
+                self._natives[end_tokens] = native_tokenizer(serialized, end_tokens)
+            native = self._natives[end_tokens]
+        return CompiledGrammar(compiled(native, probe.definition(source)), end_tokens)
 
-    @functools.lru_cache(maxsize=2)  # noqa: B019 (lives as long as the server)
-    def _native(self, end_tokens: frozenset[int]) -> Any:
-        """The library's own tokenizer; takes a second to make."""
-        from llguidance.hf import from_tokenizer
+    def _serialize(self) -> str:
+        """The tokenizer as the library reads it, made once."""
         from transformers import PreTrainedTokenizerFast
 
         if not isinstance(self._tokenizer, PreTrainedTokenizerFast):
             raise Refused("this model's tokenizer is of a kind that grammars are not known for")
-        return from_tokenizer(self._tokenizer, eos_token=sorted(end_tokens))
-
-    def _find(self, source: GrammarSource, end_tokens: frozenset[int]) -> str:
-        """Where in a schema the innermost one lies that does not compile by itself."""
-        native, tried = self._native(end_tokens), 0
-        root = node = json.loads(source.text)
-        path: list[str] = []
-        shared = {name: root[name] for name in ("$defs", "definitions") if name in root}
-        while True:
-            for name, child in children(node):
-                tried += 1
-                if tried > _MOST_TRIED:
-                    return ".".join(path)
-                text = json.dumps({**shared, **child})
-                try:
-                    _prototype(native, definition(GrammarSource("json", text, "")))
-                except Refused:
-                    path.append(name)
-                    node = child
-                    break
-            else:
-                return ".".join(path)
+        with self._making:
+            if not self._serialized:
+                backend = copy.copy(self._tokenizer.backend_tokenizer)
+                backend.no_padding()
+                backend.no_truncation()
+                self._serialized = backend.to_str()
+            return self._serialized
 
 
 class CompiledGrammar:
@@ -166,25 +146,27 @@ class CompiledGrammar:
 
 
 class _Matcher:
-    """See `engine.grammar.Matcher`."""
+    """See `engine.grammar.Matcher`. What it takes is measured, and too much is a failure."""
 
     def __init__(self, grammar: CompiledGrammar, native: Any) -> None:
         self._grammar = grammar
         self._native = native
+        self._left = _SECONDS_MORE
 
     def advance(self, tokens: Sequence[int]) -> int:
-        return int(self._native.try_consume_tokens(list(tokens)))
+        return int(self._timed(self._native.try_consume_tokens, list(tokens)))
 
     def rewind(self, count: int) -> None:
         if count:
             self._native.rollback(count)
 
     def allowed(self) -> bytes:
-        return bytes(self._native.compute_bitmask())
+        return bytes(self._timed(self._native.compute_bitmask))
 
     def forced(self) -> list[int]:
         ends = self._grammar.end_tokens
-        return [token for token in self._native.compute_ff_tokens() if token not in ends]
+        forced: list[int] = self._timed(self._native.compute_ff_tokens)
+        return [token for token in forced if token not in ends]
 
     @property
     def may_end(self) -> bool:
@@ -192,35 +174,23 @@ class _Matcher:
 
     @property
     def failure(self) -> str | None:
-        reason = _failure(self._native)
-        if reason is not None:
-            self._grammar.worn = True
-            return f"The grammar of this request cannot be followed any further: {reason}."
-        return None
+        reason = failure(self._native)
+        if reason is None and self._left < 0:
+            reason = "what may come next takes too long to find out"
+        if reason is None:
+            return None
+        self._grammar.worn = True
+        return f"The grammar of this request cannot be followed any further: {reason}."
+
+    def _timed(self, call: Callable[..., T], *arguments: Any) -> T:
+        """Computing time of this thread alone: on a busy machine a grammar is not to blame."""
+        began = time.thread_time()
+        result = call(*arguments)
+        self._left += _SECONDS_EACH - (time.thread_time() - began)
+        return result
 
 
 def _serves(future: Future[CompiledGrammar]) -> bool:
     """Whether a compilation that is over is good for further requests; a refusal is."""
     error = future.exception()
     return not future.result().worn if error is None else isinstance(error, Refused)
-
-
-def _prototype(native: Any, text: str) -> Any:
-    """A matcher before its first token, which can take one; its first mask, which is the slowest,
-    has been computed."""
-    from llguidance import LLMatcher, LLParserLimits
-
-    matcher = LLMatcher(native, text, log_level=0, limits=LLParserLimits(**_LIMITS))
-    if not matcher.is_error():
-        matcher.compute_bitmask()
-    if (reason := _failure(matcher)) is not None:
-        raise Refused(reason)
-    return matcher
-
-
-def _failure(native: Any) -> str | None:
-    if native.is_error():
-        return sentence(native.get_error())
-    if native.is_stopped() and not native.is_accepting():
-        return "no token can follow"
-    return None

@@ -8,7 +8,7 @@ import itertools
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, cast
@@ -46,10 +46,20 @@ class Lanes:
         Raises:
             Overloaded: too much waits already.
         """
+        return (await self.run_all([(characters, work)]))[0]
+
+    async def run_all(self, parts: Sequence[tuple[int, Callable[[], T]]]) -> list[T]:
+        """The results of several works of one request, each with its characters. Others may come
+        in between, so a batch of texts holds them up no longer than its longest does.
+
+        Raises:
+            Overloaded: too much waits already.
+        """
+        characters = sum(count for count, _ in parts)
         if characters <= AT_ONCE_CHARACTERS:
-            return work()
+            return [work() for _, work in parts]
         lane = self._short if characters <= SHORT_CHARACTERS else self._long
-        return cast(T, await lane.run(characters, work))
+        return cast(list[T], await lane.run_all(parts))
 
 
 @dataclass(order=True, slots=True)
@@ -82,14 +92,30 @@ class _Lane:
         self._rate = _FIRST_RATE
 
     async def run(self, characters: int, work: Callable[[], Any]) -> Any:
-        future: Future[Any] = Future()
+        return (await self.run_all([(characters, work)]))[0]
+
+    async def run_all(self, parts: Sequence[tuple[int, Callable[[], Any]]]) -> list[Any]:
+        """One after the other; together they are admitted or refused."""
+        left = sum(characters for characters, _ in parts)
         with self._lock:
-            if self._characters and self._characters + characters > MOST_CHARACTERS:
+            if self._characters and self._characters + left > MOST_CHARACTERS:
                 raise self._too_much()
+            self._characters += left
+        results = []
+        try:
+            for characters, work in parts:
+                left -= characters
+                results.append(await self._put(characters, work))
+        finally:
+            self._leave(left)  # of what nobody waits for any more
+        return results
+
+    async def _put(self, characters: int, work: Callable[[], Any]) -> Any:
+        future: Future[Any] = Future()
+        future.add_done_callback(lambda _: self._leave(characters))
+        with self._lock:
             due = self._clock() + characters / self._rate
             heapq.heappush(self._jobs, _Job(due, next(self._numbers), characters, work, future))
-            self._characters += characters
-        future.add_done_callback(lambda _: self._leave(characters))
         self._thread.submit(self._next)
         return await asyncio.wrap_future(future)
 

@@ -14,7 +14,7 @@ class StopMatcher:
 
     def __init__(self, strings: Sequence[str]) -> None:
         self._strings = strings
-        self._borders = [_borders(string) for string in strings]
+        self._borders = [borders(string) for string in strings]
         self._states = [0] * len(strings)
 
     @property
@@ -47,12 +47,12 @@ class StopMatcher:
         return None
 
 
-def _borders(string: str) -> list[int]:
+def borders(string: str | bytes) -> list[int]:
     """[i] = length of the longest proper prefix of string[:i+1] that is also its suffix."""
-    borders = [0] * len(string)
+    result = [0] * len(string)
     for index in range(1, len(string)):
-        length = borders[index - 1]
+        length = result[index - 1]
         while length and string[index] != string[length]:
-            length = borders[length - 1]
-        borders[index] = length + (string[index] == string[length])
-    return borders
+            length = result[length - 1]
+        result[index] = length + (string[index] == string[length])
+    return result

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
 
-from engine.errors import ModelNotSupported
+from engine.errors import ConfigurationError, ModelNotSupported
 
 
 @runtime_checkable
@@ -29,16 +29,20 @@ class Tokenizer(Protocol):
     def __len__(self) -> int: ...
 
 
-def load_tokenizer(model_path: str) -> Tokenizer:
+def load_tokenizer(model_path: str, chat_template: str | None = None) -> Tokenizer:
     """Loads the tokenizer that lies beside a model's weights; never runs code from there.
 
     Args:
         model_path: a local directory, or a ``.gguf`` file.
+        chat_template: a file whose template stands in for the tokenizer's own.
 
     Raises:
         ModelNotSupported: there is none that can be read.
+        ConfigurationError: the template cannot be read.
     """
     from transformers import AutoTokenizer
+
+    template = None if chat_template is None else read_template(chat_template)
 
     path = Path(model_path)
     source: dict[str, Any] = {"pretrained_model_name_or_path": str(path)}
@@ -53,7 +57,25 @@ def load_tokenizer(model_path: str) -> Tokenizer:
         raise ModelNotSupported(
             f"the tokenizer of {path} cannot be read: {type(error).__name__}: {words}"
         ) from error
+    if template is not None:
+        tokenizer.chat_template = template
     return cast(Tokenizer, tokenizer)
+
+
+def read_template(path: str) -> str:
+    """The text of a file with a chat template.
+
+    Raises:
+        ConfigurationError: it cannot be read, or there is nothing in it.
+    """
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        words = error.strerror if isinstance(error, OSError) else "it is not UTF-8"
+        raise ConfigurationError(f"chat_template {path} cannot be read: {words}.") from None
+    if not text.strip():
+        raise ConfigurationError(f"chat_template {path} is empty.")
+    return text
 
 
 def byte_alphabet() -> dict[str, int]:

@@ -1,43 +1,53 @@
 // The page at /: chat, race, state. Talks to the same server's API and to nobody else.
-import { Stream } from "./stream.js";
+import { colourOf } from "./colours.js";
 import { startState, stopState } from "./state.js";
+import { Refusal, refusalOf, Stream } from "./stream.js";
+import { element, Text } from "./text.js";
 
 const $ = (id) => document.getElementById(id);
-const colours = new Map(); // drafter -> class
+const KEY = "specserve-key"; // in this tab's own storage, as long as the tab is open
+const CHAT = "specserve-chat";
+const RETRY_MS = 3000;
 let messages = [];
 let running = []; // streams that can be stopped
 let retry = null;
+const seen = new Set(); // drafters whose guesses are on the page
 
-export function headers() {
-  const key = $("key").value || sessionStorage.getItem("specserve-key") || "";
+function headers() {
+  const key = sessionStorage.getItem(KEY) ?? "";
   return key ? { Authorization: `Bearer ${key}` } : {};
 }
 
-export async function get(path) {
+async function get(path) {
   const response = await fetch(path, { headers: headers() });
-  if (response.status === 401) $("key-form").hidden = false;
-  if (!response.ok) throw new Error(await explain(response));
+  if (!response.ok) throw await refusalOf(response);
   return response;
 }
 
-async function explain(response) {
-  try {
-    const body = await response.json();
-    return body.error?.message ?? body.status ?? response.statusText;
-  } catch {
-    return `${response.status} ${response.statusText}`;
-  }
+function say(error) {
+  if (error instanceof Refusal && error.status === 401) $("key-form").hidden = false;
+  return error instanceof TypeError ? "The server cannot be reached." : error.message;
 }
 
 // -- what a request asks for ----------------------------------------------------------------
 
+function number(id) {
+  return $(id).value === "" ? null : Number($(id).value);
+}
+
 function options(speculation = {}) {
   const asked = { trace: true, ...speculation };
   if ($("drafter").value && asked.enabled !== false) asked.drafter = $("drafter").value;
-  if ($("max-draft").value && asked.enabled !== false) asked.num_speculative_tokens = Number($("max-draft").value);
-  const body = { max_tokens: Number($("max-tokens").value) || 256, speculation: asked };
-  body.temperature = Number($("temperature").value) || 0;
+  if (number("max-draft") !== null && asked.enabled !== false) asked.num_speculative_tokens = number("max-draft");
+  const body = { max_tokens: number("max-tokens") ?? 256, temperature: number("temperature") ?? 0, speculation: asked };
+  if (number("top-p") !== null) body.top_p = number("top-p");
+  if (number("seed") !== null) body.seed = number("seed");
   return body;
+}
+
+function conversation(turns) {
+  const system = $("system").value.trim();
+  return system ? [{ role: "system", content: system }, ...turns] : turns;
 }
 
 function open(body) {
@@ -48,37 +58,26 @@ function open(body) {
 
 // -- text with its sources ------------------------------------------------------------------
 
-function colourOf(drafter) {
-  if (!colours.has(drafter)) {
-    colours.set(drafter, `d${colours.size % 6}`);
-    showLegend();
-  }
-  return colours.get(drafter);
-}
-
-function showLegend() {
-  const parts = [...colours].map(([name, kind]) => element("span", `drafted by ${name}`, kind));
-  $("legend").replaceChildren(...(parts.length ? [...parts, element("span", "not marked: said by the model itself")] : []));
-}
-
-function element(kind, text, ...classes) {
-  const made = document.createElement(kind);
-  made.textContent = text;
-  made.classList.add(...classes);
-  return made;
+function showLegend(stream) {
+  const names = [...seen];
+  const parts = names.map((name) => element("span", `guessed by ${name}`, colourOf(name)));
+  if (names.length) parts.push(element("span", "not marked: said by the model itself"));
+  if (!stream.traced) parts.push(element("span", "this server does not tell whose guesses its tokens are"));
+  $("legend").replaceChildren(...parts);
 }
 
 // Once a frame: each look at the height of what was added makes the browser lay it all out.
 class Writer {
-  constructor(place, target, line, stream) {
-    Object.assign(this, { place, target, line, stream, waiting: document.createDocumentFragment(), frame: null });
+  constructor(scroller, target, line, stream, progress = null) {
+    Object.assign(this, { scroller, text: new Text(target), line, stream, progress, frame: null });
   }
 
-  add(chunk) {
-    for (const token of chunk.tokens) {
-      for (const guess of token.refused ?? []) this.waiting.append(element("s", guess, "wrong"));
-      if (token.drafter === null) this.waiting.append(token.text);
-      else this.waiting.append(element("span", token.text, colourOf(token.drafter)));
+  add(trace) {
+    for (const token of trace.tokens) {
+      this.text.add(token);
+      if (token.drafter === null || seen.has(token.drafter)) continue;
+      seen.add(token.drafter);
+      showLegend(this.stream);
     }
     this.frame ??= requestAnimationFrame(() => this.write(null));
   }
@@ -86,33 +85,41 @@ class Writer {
   write(speculation) {
     cancelAnimationFrame(this.frame);
     this.frame = null;
-    const near = this.place.scrollHeight - this.place.scrollTop - this.place.clientHeight < 40;
-    this.target.append(this.waiting);
-    this.line.textContent = numbers(this.stream.stats, speculation);
-    if (near) this.place.scrollTop = this.place.scrollHeight;
+    const { scroller } = this;
+    const near = scroller.scrollHeight - scroller.scrollTop - scroller.clientHeight < 40;
+    this.text.write();
+    this.line.replaceChildren(...numbers(this.stream, speculation));
+    if (this.progress) this.progress.value = this.stream.stats.tokens;
+    if (near) scroller.scrollTop = scroller.scrollHeight;
   }
 }
 
-function numbers(stats, speculation) {
+function numbers({ stats, traced, body }, speculation) {
   const parts = [];
-  const say = (value, words) => value !== null && value !== undefined && parts.push(`${value} ${words}`);
-  say(stats.rate?.toFixed(1), "tokens/s");
-  say(stats.first?.toFixed(2), "s to the first token");
-  say(stats.tokens, "tokens");
-  if (stats.drafted) say(`${stats.accepted} of ${stats.drafted}`, "guesses kept");
-  if (speculation) {
-    say(speculation.tokens_per_pass?.toFixed(2), "tokens a pass");
-    parts.push(`speed-up ${speculation.speedup === null ? "unknown" : speculation.speedup.toFixed(2) + "×"}`);
-  }
-  return parts.join(" · ");
+  const add = (value, words) => {
+    const part = element("span", ` ${words}`, "number");
+    part.prepend(element("b", value));
+    parts.push(part);
+  };
+  const known = (value, digits) => (value === null || value === undefined ? null : value.toFixed(digits));
+  if (stats.first === null) return parts;
+  if (stats.rate !== null) add(known(stats.rate, 1), "tokens/s");
+  const perPass = speculation ? speculation.tokens_per_pass : stats.own ? stats.tokens / stats.own : null;
+  if (perPass !== null) add(known(perPass, 2), "tokens a pass");
+  const speedup = speculation ? speculation.speedup : stats.speedup;
+  if (body.speculation.enabled !== false) add(speedup === null ? "unknown" : `${known(speedup, 2)}×`, "speed-up");
+  add(known(stats.first, 2), "s to the first token");
+  add(stats.tokens, "tokens");
+  if (traced && stats.drafted) add(`${stats.accepted} of ${stats.drafted}`, "guesses kept");
+  return parts;
 }
 
-async function follow(stream, place, target, line) {
-  const writer = new Writer(place, target, line, stream);
+async function follow(stream, writer) {
   try {
-    for await (const chunk of stream) writer.add(chunk);
+    for await (const trace of stream) writer.add(trace);
   } finally {
     writer.write(stream.speculation);
+    if (!stream.traced) showLegend(stream);
   }
 }
 
@@ -120,11 +127,30 @@ async function follow(stream, place, target, line) {
 
 function addTurn(role, text) {
   const turn = element("div", "", "turn");
-  const body = element("div", text);
+  const body = element("div", text, "text");
   turn.append(element("b", role), body);
   $("log").append(turn);
   $("log").scrollTop = $("log").scrollHeight;
   return body;
+}
+
+function keep() {
+  try {
+    sessionStorage.setItem(CHAT, JSON.stringify(messages));
+  } catch {
+    sessionStorage.removeItem(CHAT); // too long for the browser: then it does not outlast a reload
+  }
+}
+
+function restore() {
+  messages = JSON.parse(sessionStorage.getItem(CHAT) ?? "[]");
+  for (const { role, content } of messages) {
+    const body = addTurn(role === "user" ? "You" : "Model", role === "user" ? content : "");
+    if (role === "user") continue;
+    const text = new Text(body);
+    text.add({ text: content, drafter: null });
+    text.write();
+  }
 }
 
 async function send(event) {
@@ -136,28 +162,40 @@ async function send(event) {
   addTurn("You", text);
   const body = addTurn("Model", "");
   busy(true);
-  const stream = open({ ...options(), messages });
+  const stream = open({ ...options(), messages: conversation(messages) });
   try {
-    await follow(stream, $("log"), body, $("chat-numbers"));
+    await follow(stream, new Writer($("log"), body, $("chat-numbers"), stream));
+    const note = ending(stream);
+    if (note) body.after(element("p", note, "note"));
   } catch (error) {
-    body.append(element("p", say(error), "error"));
+    body.after(element("p", say(error), "error"));
+    if (error instanceof TypeError || error.status === 401) learn();
   } finally {
     if (stream.text) messages.push({ role: "assistant", content: stream.text });
-    else messages.pop();
+    else if (messages.pop() && !$("message").value) $("message").value = text; // to be sent again
+    keep();
     busy(false);
+    $("log").scrollTop = $("log").scrollHeight;
     $("message").focus();
   }
 }
 
-function say(error) {
-  if (error instanceof TypeError) return "The server cannot be reached.";
-  return error.message;
+function ending(stream) {
+  if (stream.stopped) return "Stopped.";
+  if (stream.finish === "length") return `Cut off after ${stream.stats.tokens} tokens.`;
+  return stream.text ? null : "The model said nothing.";
 }
 
 function busy(on) {
   if (!on) running = [];
   for (const id of ["send", "race-start", "clear"]) $(id).disabled = on;
   for (const id of ["stop", "race-stop"]) $(id).disabled = !on;
+  // Readers of the screen are told the answer when it is complete, and not word by word.
+  $("log").setAttribute("aria-busy", String(on));
+}
+
+function stop() {
+  for (const stream of running) stream.stop();
 }
 
 // -- race -----------------------------------------------------------------------------------
@@ -166,28 +204,32 @@ async function race(event) {
   event.preventDefault();
   const prompt = $("race-prompt").value.trim();
   if (!prompt || running.length) return;
-  const question = [{ role: "user", content: prompt }];
-  const seed = Math.floor(Math.random() * 2 ** 31);
+  const question = conversation([{ role: "user", content: prompt }]);
+  const seed = number("seed") ?? Math.floor(Math.random() * 2 ** 31);
   busy(true);
   $("race-result").textContent = "";
   const lanes = [["on", {}], ["off", { enabled: false }]].map(([name, asked]) => {
-    const place = $(`race-${name}`);
+    const [place, progress] = [$(`race-${name}`), $(`race-${name}-progress`)];
     place.replaceChildren();
     const stream = open({ ...options(asked), messages: question, seed });
-    return { stream, done: follow(stream, place, place, $(`race-${name}-numbers`)) };
+    Object.assign(progress, { max: stream.body.max_tokens, value: 0 });
+    const done = follow(stream, new Writer(place, place, $(`race-${name}-numbers`), stream, progress));
+    return { stream, done: done.then(() => (progress.value = progress.max)) };
   });
   const ends = await Promise.allSettled(lanes.map((lane) => lane.done));
   busy(false);
   const failed = ends.find((end) => end.status === "rejected");
-  if (failed) $("race-result").textContent = say(failed.reason);
-  else $("race-result").textContent = verdict(lanes[0].stream, lanes[1].stream);
+  $("race-result").classList.toggle("error", Boolean(failed));
+  if (!failed) $("race-result").textContent = verdict(lanes[0].stream, lanes[1].stream);
+  else $("race-result").textContent = say(failed.reason);
+  if (failed?.reason instanceof TypeError) learn();
 }
 
 function verdict(on, off) {
   if (on.stopped || off.stopped) return "Stopped.";
   const same = on.text === off.text ? "the same text, letter by letter" : "the texts differ";
   const [fast, plain] = [on.stats.seconds, off.stats.seconds];
-  return `Done after ${fast.toFixed(2)} s with speculation and ${plain.toFixed(2)} s without, side by side: ${(plain / fast).toFixed(2)} times as fast; ${same}.`;
+  return `${(plain / fast).toFixed(2)} times as fast: done after ${fast.toFixed(2)} s with speculation and ${plain.toFixed(2)} s without, side by side; ${same}.`;
 }
 
 // -- the frame ------------------------------------------------------------------------------
@@ -201,7 +243,7 @@ function show(name) {
     $(`tab-${view}`).tabIndex = view === name ? 0 : -1;
   }
   $("settings").hidden = $("legend").hidden = name === "state";
-  if (name === "state") startState(get);
+  if (name === "state") startState(get, (error) => ($("health").textContent = error ? say(error) : ""));
   else stopState();
 }
 
@@ -212,18 +254,26 @@ function marks() {
   }
 }
 
+function offer(drafters) {
+  const chosen = $("drafter").value;
+  const named = [...drafters, "none"].map((name) => new Option(name, name));
+  $("drafter").replaceChildren(new Option("server's choice", ""), ...named);
+  $("drafter").value = [...drafters, "none"].includes(chosen) ? chosen : "";
+}
+
+// Asks who is there, again and again until there is an answer; but never twice with a wrong key.
 async function learn() {
+  clearTimeout(retry);
   try {
-    const [{ data }, status] = await Promise.all(["v1/models", "v1/speculation/status"].map(async (p) => (await get(p)).json()));
+    const asked = ["v1/models", "v1/speculation/status"].map(async (path) => (await get(path)).json());
+    const [{ data }, status] = await Promise.all(asked);
     $("model").textContent = data[0].id;
-    const known = [...$("drafter").options].map((option) => option.value);
-    for (const name of [...status.drafters, "none"])
-      if (!known.includes(name)) $("drafter").append(new Option(name, name));
+    offer(status.drafters);
     $("health").textContent = "";
+    $("key-form").hidden = true;
   } catch (error) {
     $("health").textContent = say(error);
-    clearTimeout(retry);
-    retry = setTimeout(learn, 3000);
+    if (error.status !== 401) retry = setTimeout(learn, RETRY_MS);
   }
 }
 
@@ -242,18 +292,21 @@ $("race-form").addEventListener("submit", race);
 $("message").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) send(event);
 });
-for (const id of ["stop", "race-stop"]) $(id).addEventListener("click", () => running.forEach((stream) => stream.stop()));
+for (const id of ["stop", "race-stop"]) $(id).addEventListener("click", stop);
+document.addEventListener("keydown", (event) => event.key === "Escape" && stop());
 $("clear").addEventListener("click", () => {
   messages = [];
+  keep();
   $("log").replaceChildren();
   $("chat-numbers").textContent = "";
+  $("message").focus();
 });
 for (const id of ["colour", "refused"]) $(id).addEventListener("change", marks);
 $("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
-  sessionStorage.setItem("specserve-key", $("key").value);
-  $("key-form").hidden = true;
+  sessionStorage.setItem(KEY, $("key").value);
   learn();
 });
 marks();
+restore();
 learn();

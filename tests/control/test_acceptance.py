@@ -60,7 +60,7 @@ def test_a_new_sequence_starts_at_the_mean_of_the_others() -> None:
             play(model, sequence, 4, 0)
         model.release(sequence)
     assert model.estimate(make_sequence(99), "lookup", 0) < 0.1
-    assert model.typical("lookup") < 0.1
+    assert model.pools["lookup"].overall < 0.1
 
 
 def test_sequences_that_differ_are_told_apart() -> None:

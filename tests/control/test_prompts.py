@@ -90,7 +90,7 @@ class Clients:
         return self
 
     def _ask(self) -> None:
-        for at in [at for at in self._due if at <= self.now and self._left]:
+        for at in [at for at in self._due if at <= self.now][: self._left]:
             self._due.remove(at)
             self._left -= 1
             prompt, answer = self._dice.randint(10, 40), self._dice.randint(*self.answers)

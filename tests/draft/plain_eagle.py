@@ -33,9 +33,10 @@ class PlainHead:
         numbers = torch.arange(self.config.draft_vocab)
         return numbers if rest is None else numbers + rest
 
-    def loaded(self, dtype: str = "float32") -> LoadedModel:
+    def loaded(self, dtype: str = "float32", kv_dtype: str = "auto") -> LoadedModel:
         """The same for an engine."""
-        return adopt_head(self.config, self.weights, ModelConfig("head", dtype=dtype))
+        config = ModelConfig("head", dtype=dtype, kv_dtype=kv_dtype)
+        return adopt_head(self.config, self.weights, config)
 
     def rounds(self, features: Tensor, tokens: list[int], behind: list[int]) -> Tensor:
         """Logits [1 + len(behind), draft vocab] of a draft's rounds.

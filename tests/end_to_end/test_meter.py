@@ -57,7 +57,7 @@ def speedups(run: Run) -> list[float]:
 
 
 def test_always_wrong_and_forced_on_reads_below_one(loaded: LoadedModel) -> None:
-    run = begin(loaded, 400, drafter=ScriptedDrafter(lambda _, n: [NEVER] * n), mode="fixed")
+    run = begin(loaded, 150, drafter=ScriptedDrafter(lambda _, n: [NEVER] * n), mode="fixed")
     *_, last = seen = reports(run)
     assert run.accepted == 0
     assert last.wasted_tokens > 1000
@@ -96,10 +96,12 @@ def test_always_right_reads_well_above_one(loaded: LoadedModel) -> None:
 @pytest.mark.parametrize("drafter", ["none", "lookup"])
 def test_off_reads_about_one(loaded: LoadedModel, drafter: str) -> None:
     """Plain steps count as themselves, less what planning took."""
-    run = begin(loaded, drafter=drafter, mode="off")
+    run = begin(loaded, 100, drafter=drafter, mode="off")
     last = reports(run)[-1]
     assert last.basis == "measured"
-    assert last.speedup == pytest.approx(1.0, abs=0.03)
-    assert speedups(run) == pytest.approx([1.0, 1.0], abs=0.03)
+    # Exactly so, where no clock is real (`tests/control/test_meter.py`); here a pause may fall
+    # into the planning of a step.
+    assert last.speedup == pytest.approx(1.0, abs=0.1)
+    assert speedups(run) == pytest.approx([1.0, 1.0], abs=0.1)
     assert last.wasted_tokens == 0
     assert last.unknown_seconds == 0.0

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
 import json
 import re
 from typing import Any
@@ -16,86 +15,15 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, decoders, models, normalizers
-from transformers import PreTrainedTokenizerFast
 
-from engine.config import ModelConfig
-from engine.grammar import Grammar
-from engine.model.loader import adopt_model
 from engine.types import FinishReason, Request
-from server.text.codec import TextCodec
 from server.text.description import GrammarSource
 from server.text.grammar import GrammarCompiler
 from tests.drafters import ScriptedDrafter
-from tests.fakes import Run, Setup, ask, make_engine, run
+from tests.fakes import Run, ask, make_engine, run
 from tests.lossless.schemas import SCHEMAS
+from tests.lossless.structured import World, world
 from tests.server.support import make_tokenizer
-from tests.tiny_models import make_model
-
-
-def byte_fallback_tokenizer() -> PreTrainedTokenizerFast:
-    """As SentencePiece makes them: words begin with a mark, rare characters are bytes."""
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
-    pieces += [
-        *'▁{}[]",:0123456789-.truefalsn',
-        *"bcdghijkmopqvwxyz_",
-        '"}',
-        '",',
-        '":',
-        "▁a",
-        '▁"',
-    ]
-    ids = {piece: i for i, piece in enumerate(dict.fromkeys(pieces))}
-    merges = [('"', "}"), ('"', ","), ('"', ":"), ("▁", "a"), ("▁", '"')]
-    backend = Tokenizer(models.BPE(ids, merges, byte_fallback=True, unk_token="<unk>"))
-    backend.normalizer = normalizers.Replace(" ", "▁")
-    backend.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
-    )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=backend, unk_token="<unk>", bos_token="<s>", eos_token="</s>"
-    )
-
-
-class World:
-    """A tokenizer, a model that knows its tokens, and what compiles grammars for both."""
-
-    def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer = tokenizer
-        self.codec = TextCodec(tokenizer)
-        self.end = frozenset({tokenizer.eos_token_id})
-        # A few ids more than there are tokens, as output layers often have.
-        model = make_model("qwen3", vocab_size=len(tokenizer) + 6)
-        loaded = adopt_model(model, ModelConfig("tiny"))
-        self.setup = Setup(
-            dataclasses.replace(loaded, eos_token_ids=self.end), page_size=4, num_pages=600
-        )
-
-    def grammar(self, kind: str, text: Any) -> Grammar:
-        source = GrammarSource(
-            kind, text if isinstance(text, str) else json.dumps(text), "response_format"
-        )  # type: ignore[arg-type]
-        return asyncio.run(self.codec.grammars.compile(source, self.end))
-
-    def ids(self, text: str) -> list[int]:
-        found: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
-        return found
-
-    def text(self, tokens: Any) -> str:
-        inner = [token for token in tokens if token not in self.end]
-        return self.codec.decode(inner, skip_special_tokens=False)
-
-    @functools.cached_property
-    def closing(self) -> dict[int, float]:
-        """Biases towards what ends strings, lists and objects: a random model rarely would."""
-        texts = {token: self.codec.token_text(token) for token in range(len(self.tokenizer))}
-        biased = {t: 9.0 for t, text in texts.items() if text.strip() in ('"', "}", "]", '"}')}
-        return biased | dict.fromkeys(self.end, 20.0)
-
-
-@functools.cache
-def world(name: str = "bytes") -> World:
-    return World(make_tokenizer() if name == "bytes" else byte_fallback_tokenizer())
 
 
 def requests(made: World, schemas: list[Any], **sampling: Any) -> list[Request]:

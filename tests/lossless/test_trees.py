@@ -25,7 +25,14 @@ from engine.types import SamplingParams
 from tests.draft.test_portfolio import Switching, planned_by
 from tests.drafters import Answers, ScriptedDrafter, follow
 from tests.fakes import Run, ask, fake_features, make_engine, run, tiny
-from tests.lossless.test_distribution import PROMPT, ROOMY, SHAPED, TIGHT, neighbours
+from tests.lossless.test_distribution import (
+    PROMPT,
+    ROOMY,
+    SHAPED,
+    TIGHT,
+    is_noticed,
+    neighbours,
+)
 from tests.lossless.worlds import (
     V,
     engine_of,
@@ -297,24 +304,18 @@ def counted(built: BuiltEngine, samples: int, **params: Any) -> tuple[Run, bool]
 
 
 def test_texts_are_distributed_as_the_models() -> None:
-    """By recursive rejection; what is matched has been compared to the last bit."""
+    """By recursive rejection, with shaped sampling; plain sampling is looked at below, and what
+    is matched has been compared to the last bit."""
     built = engine_of(TIGHT, "rejection", drafter=Bush(), max_draft=6)
-    mixed = [
-        r
-        for three in zip(
-            many("plain", PROMPT, 2048),
-            many("shaped", PROMPT[1:], 2048, **SHAPED),
-            neighbours() * 4,
-            strict=False,
-        )
-        for r in three
-    ]
+    counted = many("shaped", PROMPT[1:], 2048, **SHAPED)
+    mixed = [r for two in zip(counted, neighbours() * 4, strict=False) for r in two]
     asked = [dataclasses.replace(r, request_id=f"{r.request_id}.{i}") for i, r in enumerate(mixed)]
     done, counts = sample(built, asked)
-    assert is_lossless(counts["plain"], exact_texts(PROMPT))
+    assert counts["shaped"].total() == 2048
     assert is_lossless(counts["shaped"], exact_texts(PROMPT[1:], **SHAPED))
-    assert done.preemptions > 100
-    assert done.accepted > 1000
+    assert done.preemptions > 60
+    assert done.accepted > 600
+    print(done.preemptions, done.accepted)
 
 
 def test_seeded_texts_do_not_depend_on_trees() -> None:
@@ -338,4 +339,4 @@ def test_kept_tokens_by_kind_of_tree() -> None:
 
 def test_a_lying_drafter_is_noticed() -> None:
     drafter = Bush(told=lambda q: torch.full_like(q, 1 / V))
-    assert not counted(engine_of(ROOMY, "rejection", drafter=drafter, max_draft=6), 2000)[1]
+    assert is_noticed(engine_of(ROOMY, "rejection", drafter=drafter, max_draft=6), 2000)

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers.models.llama.modeling_llama import eager_attention_forward
 
-from engine.cache.store import CacheShape, KVStore
+from engine.cache.store import CacheShape, KVStore, round_heads, widen_heads
 from engine.model.attention.base import AttentionBackend, AttentionCall
 from engine.model.attention.cpu import CpuAttention
 from engine.model.attention.reference import ReferenceAttention
@@ -28,6 +28,7 @@ class Shape:
     size: int = 16
     dtype: torch.dtype = torch.float32
     window: int = 0
+    kept: torch.dtype | None = None  # of the cache
 
 
 @dataclass(frozen=True)
@@ -60,11 +61,10 @@ def attend(
     lengths = [len(t.queries) for t in texts]
     pages = Pages(sum(-(-n // page_size) for n in lengths) + 3, page_size)
     tables = [pages.table(n) for n in lengths]
-    store = KVStore(
-        CacheShape(1, shape.groups, shape.size, shape.dtype), pages.num_pages, page_size, "cpu"
-    )
-    store.keys.fill_(float("nan"))  # whoever reads what nobody wrote will show it
-    store.values.fill_(float("nan"))
+    kept = CacheShape(1, shape.groups, shape.size, shape.kept or shape.dtype)
+    store = KVStore(kept, pages.num_pages, page_size, "cpu")
+    for part in (store.keys, store.values):  # whoever reads what nobody wrote will show it
+        part.view(torch.int8).fill_(-1)  # all bits: NaN as float32, as bfloat16, and as a scale
     results: list[list[torch.Tensor]] = [[] for _ in texts]
     for start, _ in chunks(max(lengths), size):
         alive = [i for i, n in enumerate(lengths) if start < n]
@@ -87,8 +87,11 @@ def exact(shape: Shape, text: Text) -> torch.Tensor:
     """Attention in float64 over the same (rounded) numbers."""
     length, repeat = len(text.queries), shape.heads // shape.groups
     queries = text.queries.double().transpose(0, 1)
-    keys = text.keys.double().transpose(0, 1).repeat_interleave(repeat, 0)
-    values = text.values.double().transpose(0, 1).repeat_interleave(repeat, 0)
+    keys, values = text.keys, text.values
+    if shape.kept is torch.int8:
+        keys, values = (widen_heads(round_heads(x)) for x in (keys, values))
+    keys = keys.double().transpose(0, 1).repeat_interleave(repeat, 0)
+    values = values.double().transpose(0, 1).repeat_interleave(repeat, 0)
     scores = queries @ keys.transpose(1, 2) * shape.size**-0.5 + mask(shape, length).double()
     return (scores.softmax(-1) @ values).transpose(0, 1)
 
@@ -138,15 +141,59 @@ def test_equals_transformers(name: str, shape: Shape, dtype: torch.dtype) -> Non
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES[::2], ids=str)
+@pytest.mark.parametrize("name", ["cpu", "reference"])
+def test_eight_bits_are_read_as_they_were_rounded(
+    name: str, shape: Shape, dtype: torch.dtype
+) -> None:
+    """All that is lost is lost in rounding keys and values, which is done in one way."""
+    shape = replace(shape, dtype=dtype, kept=torch.int8)
+    text = make_text(shape, 70)
+    (mine,) = attend(name, shape, [text], size=70)
+    truth = exact(shape, text)
+    bound = 2e-5 if dtype is torch.float32 else 2**-8 * truth.abs().max()
+    assert (mine.double() - truth).abs().max() <= bound
+
+
+def test_eight_bits_lose_as_much_as_they_must() -> None:
+    """Half a step of 1/127 of the largest element, which a scale rounded up makes 1/126."""
+    dice = torch.Generator().manual_seed(0)
+    x = torch.randn(500, 3, 64, generator=dice) * torch.logspace(-20, 20, 500)[:, None, None]
+    most = x.abs().amax(-1, keepdim=True)
+    stored = round_heads(x)
+    assert stored.dtype is torch.int8
+    assert stored.shape == (500, 3, 66)
+    error = (widen_heads(stored) - x).abs() / most
+    assert error.max() <= 0.5 / 126
+    assert error.max() >= 0.45 / 127
+    assert torch.equal(widen_heads(round_heads(torch.zeros(2, 8))), torch.zeros(2, 8))
+    for odd in (torch.inf, -torch.inf, torch.nan):  # noticed later, where numbers must be finite
+        assert not widen_heads(round_heads(torch.tensor([1.0, odd]))).isfinite().any()
+
+
+@pytest.mark.parametrize("odd", [float("inf"), float("nan")])
+@pytest.mark.parametrize("name", ["cpu", "reference"])
+def test_what_is_no_number_stays_so_in_eight_bits(name: str, odd: float) -> None:
+    shape = Shape(kept=torch.int8)
+    text = make_text(shape, 5)
+    text.values[3, 1, 2] = odd
+    (mine,) = attend(name, shape, [text], size=5)
+    assert mine[:3].isfinite().all()
+    assert mine[:, :2].isfinite().all()
+    assert not mine[3:, 2:].isfinite().any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kept", [None, torch.int8], ids=str)
 @pytest.mark.parametrize(
     "shape",
     [Shape(), Shape(3, 1, 20), Shape(16, 1, 64), Shape(4, 4, 80, window=9), Shape(6, 2, 128)],
     ids=str,
 )
 def test_bit_equal_in_any_chunks_pages_company_and_threads(
-    shape: Shape, dtype: torch.dtype
+    shape: Shape, kept: torch.dtype | None, dtype: torch.dtype
 ) -> None:
-    shape = replace(shape, dtype=dtype)
+    shape = replace(shape, dtype=dtype, kept=kept)
     length = 75
     text = make_text(shape, length)
     others = [make_text(shape, n, seed=n) for n in (1, 2, 40, 90)]

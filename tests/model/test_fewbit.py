@@ -15,7 +15,7 @@ from engine.model.fewbit_linear import PLANES, FewbitPacker, PackedFewbitLinear
 from engine.model.matrices import is_fewbit
 from engine.model.quantized import QuantizedLinear, QuantizedWeight
 from tests.blocks import KINDS, random_weight
-from tests.model.test_linear import SETS
+from tests.model.test_linear import SETS, why_not
 
 ROWS, OUTPUTS, INPUTS = 67, 70, 512
 LARGEST = {"int16": 32512, "int8": 127}
@@ -28,10 +28,8 @@ on_every_set = pytest.mark.parametrize("instructions", ["native", *SETS])
 @functools.cache
 def packer(activations: str, instructions: str = "native") -> FewbitPacker:
     """Makes layers for an instruction set, where this CPU has it."""
-    if instructions != "native":
-        here = set(native._cpu_flags().split())
-        if missing := SETS[instructions] - here:
-            pytest.skip(f"this CPU has no {', '.join(sorted(missing))}")
+    if reason := why_not(instructions):
+        pytest.skip(reason)
     return FewbitPacker(activations, native.load_kernels(instructions))
 
 

@@ -6,7 +6,6 @@ import contextlib
 import io
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import gguf
 import numpy as np
@@ -20,28 +19,24 @@ from engine.config import ModelConfig
 from engine.errors import ConfigurationError, ModelNotSupported
 from engine.model import sources
 from engine.model.checked import load_checked
+from engine.model.choices import choose_weights
 from engine.model.fill import KEPT
 from engine.model.gguf_file import GgufFile
 from engine.model.inventory import describe_weights, in_blocks
-from engine.model.loader import choose_weights, open_model
-from engine.model.paths import cache_directory
+from engine.model.loader import open_model
 from engine.model.probe import probe
-from engine.model.quantized import QuantizedEmbedding, QuantizedLinear, QuantizedWeight
+from engine.model.quantized import QuantizedEmbedding, QuantizedLinear
 from engine.model.weights import name_bad_tensor, read_model
 from engine.model.widen import in_float32
-from tests.gguf_models import Kinds, dequantized, make_source, write_model
+from tests.caches import own_cache
+from tests.gguf_models import Kinds, assert_equal, make_source, weights_of, write_model
 from tests.tiny import Weights, write_gguf
 from tests.tiny_models import make_model
 
 
 @pytest.fixture(autouse=True)
-def _own_cache(tmp_path: Path, request: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    if "smollm2" not in request.keywords:
-        kernels = cache_directory() / "native"
-        kernels.mkdir(parents=True, exist_ok=True)
-        (tmp_path / "cache").mkdir()
-        (tmp_path / "cache" / "native").symlink_to(kernels)
-        monkeypatch.setenv("SPECSERVE_HOME", str(tmp_path / "cache"))
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SPECSERVE_HOME", str(own_cache(tmp_path / "cache")))
 
 
 def mixed(name: str) -> str:
@@ -67,24 +62,6 @@ def by_transformers(path: Path) -> PreTrainedModel:
             quantization_config=GgufConfig(dequantize=True),
         )
     return model
-
-
-def weights_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """All numbers of a model, by name."""
-    found = dict(model.state_dict())
-    for path, module in model.named_modules():
-        if isinstance(module, QuantizedLinear | QuantizedEmbedding):
-            found[f"{path}.weight"] = dequantized(module.weight)
-            if getattr(module, "bias", None) is not None:
-                found[f"{path}.bias"] = module.bias
-    return found
-
-
-def assert_equal(model: PreTrainedModel, expected: PreTrainedModel) -> None:
-    found, wanted = weights_of(model), weights_of(expected)
-    assert found.keys() == wanted.keys()
-    for name, values in wanted.items():
-        assert torch.equal(found[name], values), name
 
 
 # -- values --------------------------------------------------------------------------------
@@ -396,13 +373,3 @@ def test_a_token_that_is_no_number_is_not_asked_for(tmp_path: Path) -> None:
 
 
 # -- the default model ---------------------------------------------------------------------
-
-
-@pytest.mark.smollm2
-def test_the_default_models_blocks_are_its_weights() -> None:
-    directory = sources.resolve(sources.DEFAULT_SOURCE)
-    kept = read_model(directory, torch.float32, "file")
-    assert describe_weights(kept).kinds == "Q4_1, Q8_0"
-    assert_equal(kept, by_transformers(directory / "model.gguf"))
-    assert isinstance(kept.lm_head.weight, QuantizedWeight)
-    assert kept.lm_head.weight is kept.model.embed_tokens.weight

@@ -19,7 +19,8 @@ from transformers import (
 
 from engine.config import ModelConfig
 from engine.errors import ConfigurationError, ModelNotSupported
-from engine.model.loader import adopt_model, choose_device, choose_dtype, load_model
+from engine.model.choices import choose_device, choose_dtype, choose_kv_dtype
+from engine.model.loader import adopt_model, load_model
 from engine.model.runner import ATTENTION
 from tests.tiny_models import CONTEXT, EOS, VOCAB, make_model
 
@@ -111,6 +112,9 @@ def test_known_dtypes() -> None:
     cpu = torch.device("cpu")
     assert choose_dtype("float16", cpu) is torch.float16
     assert choose_dtype("auto", cpu) in (torch.float32, torch.bfloat16)
+    assert choose_kv_dtype("auto", torch.bfloat16, cpu) is torch.bfloat16
+    with pytest.raises(ConfigurationError, match=r"kv_dtype is int8, but .* the device is cuda"):
+        choose_kv_dtype("int8", torch.bfloat16, torch.device("cuda"))
 
 
 def test_unknown_runners_are_refused() -> None:

@@ -123,7 +123,7 @@ BAD_FIELDS: list[tuple[int, dict[str, Any], str]] = [
     )),
     *((48, {name: value}, name) for name, value in (
         ("prompt_embeds", "gASVAAAA"), ("custom_logit_processor", "x"),
-        ("logits_processors", ["x"]), ("suffix", "x"), ("suffix", ""), ("use_beam_search", True),
+        ("logits_processors", ["x"]), ("suffix", "x"), ("use_beam_search", True),
         ("length_penalty", 0.5), ("repetition_detection", {}), ("thinking_token_budget", 5),
         ("logprob_token_ids", [5]), ("audio", {}),
     )),

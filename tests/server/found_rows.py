@@ -8,11 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+RESPONSES = "/v1/responses"
 TOKENIZE, DETOKENIZE = "/tokenize", "/detokenize"
 
 GOOD: dict[str, dict[str, Any]] = {
     COMPLETIONS: {"prompt": "x"},
     CHAT: {"messages": [{"role": "user", "content": "hi"}]},
+    RESPONSES: {"input": "hi"},
     TOKENIZE: {"prompt": "x"},
     DETOKENIZE: {"tokens": [5]},
 }

@@ -244,7 +244,8 @@ class FakeEngine:
                         logprobs = None
                         if sampling.logprobs is not None:
                             logprobs = tuple(logprob_of(t, sampling.logprobs) for t in block)
-                        yield Tokens(rid, choice, tuple(block), logprobs, trace_of(request, block))
+                        trace = trace_of(request, block, self.speedups.get(choice))
+                        yield Tokens(rid, choice, tuple(block), logprobs, trace)
                     if stopped or position[choice] >= len(tokens):
                         reason = FinishReason.STOP if stopped else reason
                         stats = self._stats(request, choice, position[choice], passes)
@@ -270,14 +271,15 @@ class FakeEngine:
             accepted_prediction_tokens=min(tokens, len(request.speculation.prediction)),
             rejected_prediction_tokens=0,
             speedup=self.speedups.get(choice),
+            drafted_by=(("lookup", 2 * passes),) if passes else (),
         )
 
 
-def trace_of(request: Request, block: Sequence[int]) -> DraftTrace | None:
+def trace_of(request: Request, block: Sequence[int], speedup: float | None) -> DraftTrace | None:
     """All of a block but its last token was drafted, and one guess more was refused."""
     if not request.speculation.trace:
         return None
-    return DraftTrace("lookup", len(block), len(block) - 1, (block[0],))
+    return DraftTrace("lookup", len(block), len(block) - 1, (block[0],), speedup)
 
 
 def make_app(engine: FakeEngine, **options: Any) -> FastAPI:

@@ -10,7 +10,7 @@ import jsonschema
 import pytest
 
 from tests.server.bad_rows import BAD_FIELDS, VOCABULARY
-from tests.server.found_rows import CHAT, COMPLETIONS, DETOKENIZE, FOUND, GOOD, TOKENIZE
+from tests.server.found_rows import CHAT, COMPLETIONS, DETOKENIZE, FOUND, GOOD, RESPONSES, TOKENIZE
 from tests.server.support import FakeEngine, call, make_app
 
 ROWS = [(COMPLETIONS, fields) for _, fields, _ in BAD_FIELDS] + [(p, f) for p, f, _ in FOUND]
@@ -106,6 +106,19 @@ def test_what_the_server_refuses_the_document_refuses() -> None:
         (COMPLETIONS, {"prompt": "x", "stop_token_ids": [VOCABULARY]}),
         (CHAT, {**GOOD[CHAT], "chat_template_kwargs": {"messages": []}}),
         (CHAT, {**GOOD[CHAT], "echo": True}),
+        (RESPONSES, {}),
+        (RESPONSES, {"input": []}),
+        (RESPONSES, {"input": [{"type": "item_reference", "id": "x"}]}),
+        (RESPONSES, {"input": [{"role": "tool", "content": "x"}]}),
+        (RESPONSES, {"input": [{"role": "user", "content": [{"type": "input_image"}]}]}),
+        (RESPONSES, {"input": "x", "store": True}),
+        (RESPONSES, {"input": "x", "previous_response_id": "resp_1"}),
+        (RESPONSES, {"input": "x", "truncation": "auto"}),
+        (RESPONSES, {"input": "x", "tools": [{"type": "web_search"}]}),
+        (RESPONSES, {"input": "x", "tool_choice": {"type": "file_search"}}),
+        (RESPONSES, {"input": "x", "metadata": {"a": 5}}),
+        (RESPONSES, {"input": "x", "max_tokens": 5}),
+        (RESPONSES, {"input": "x", "include": ["file_search_call.results"]}),
     ],
 )
 def test_both_refuse(path: str, body: dict[str, Any]) -> None:
@@ -125,6 +138,10 @@ def test_both_refuse(path: str, body: dict[str, Any]) -> None:
         (COMPLETIONS, {"prompt": "x", "allowed_token_ids": [0], "stop_token_ids": []}),
         (COMPLETIONS, {"prompt": "x", "truncate_prompt_tokens": -1, "tools": []}),
         (CHAT, {**GOOD[CHAT], "unheard_of": 1, "reasoning_effort": "low", "tool_choice": "auto"}),
+        (RESPONSES, {"input": [{"role": "user", "content": "x"}], "store": False, "n": 1}),
+        (RESPONSES, {"input": [{"type": "message", "role": "assistant", "content": []}]}),
+        (RESPONSES, {"input": "x", "text": {"format": {"type": "text"}, "verbosity": "low"}}),
+        (RESPONSES, {"input": "x", "include": ["reasoning.encrypted_content"], "tools": []}),
     ],
 )
 def test_both_accept(path: str, body: dict[str, Any]) -> None:

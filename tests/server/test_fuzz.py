@@ -15,9 +15,10 @@ from schemathesis.specs.openapi.checks import positive_data_acceptance
 
 from server.api import schemas
 from server.api.keys import read_keys
-from server.api.unsupported import UNSUPPORTED
+from server.api.response_schemas import ResponseRequest
+from server.api.unsupported import UNSUPPORTED, UNSUPPORTED_RESPONSES
 from tests.server.benches import Bench, assert_envelope, strict_json
-from tests.server.found_rows import CHAT, COMPLETIONS, DETOKENIZE, FOUND, GOOD, TOKENIZE
+from tests.server.found_rows import CHAT, COMPLETIONS, DETOKENIZE, FOUND, GOOD, RESPONSES, TOKENIZE
 from tests.server.support import FakeEngine, call, make_app
 
 JSON = {"content-type": "application/json"}
@@ -36,8 +37,15 @@ def send(path: str, body: bytes) -> httpx.Response:
         assert_envelope(response, response.status_code)
         assert response.status_code < 500
     elif response.headers["content-type"].startswith("text/event-stream"):
-        assert response.text.endswith("data: [DONE]\n\n")
         assert '{"error":' not in response.text
+        if path == RESPONSES:
+            assert (
+                response.text.count("event: response.completed")
+                + response.text.count("event: response.incomplete")
+                == 1
+            )
+        else:
+            assert response.text.endswith("data: [DONE]\n\n")
     else:
         strict_json(response)
     assert BENCH.engine.running == set()
@@ -56,6 +64,7 @@ def test_what_fuzzing_found(path: str, fields: dict[str, Any], param: str) -> No
 FIELDS = {
     COMPLETIONS: [*schemas.CompletionRequest.model_fields, *UNSUPPORTED],
     CHAT: [*schemas.ChatCompletionRequest.model_fields, *UNSUPPORTED],
+    RESPONSES: [*ResponseRequest.model_fields, *UNSUPPORTED_RESPONSES],
     TOKENIZE: list(schemas.TokenizeRequest.model_fields),
     DETOKENIZE: list(schemas.DetokenizeRequest.model_fields),
 }

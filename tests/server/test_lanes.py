@@ -172,8 +172,6 @@ USER = {"role": "user", "content": TOO_LONG}
         ("/v1/completions", {"prompt": TOO_LONG}, "prompt"),
         ("/v1/completions", {"prompt": ["a", TOO_LONG, "b"]}, "prompt"),
         ("/v1/completions", {"prompt": [7] * (CONTEXT + 1)}, "prompt"),
-        ("/v1/completions", {"prompt": TOO_LONG, "truncate_prompt_tokens": 9}, "prompt"),
-        ("/v1/chat/completions", {"messages": [USER], "truncate_prompt_tokens": 9}, "messages"),
         ("/v1/chat/completions", {"messages": [USER]}, "messages"),
         ("/v1/chat/completions", {"messages": [USER | {"content": "a"}, USER]}, "messages"),
         ("/tokenize", {"prompt": TOO_LONG}, "prompt"),
@@ -203,18 +201,29 @@ def test_what_may_fit_is_read() -> None:
     assert tokenizer.read == [len(text)] * 2
 
 
+def truncated(path: str, text: str) -> dict[str, Any]:
+    prompt: Any = {"messages": [USER | {"content": text}]} if "chat" in path else {"prompt": text}
+    return {**prompt, "truncate_prompt_tokens": 9, "max_tokens": 1}
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_a_prompt_that_is_to_be_truncated_is_read_if_it_could_fit_whole(path: str) -> None:
-    """It may have more tokens than the context, and no more characters than the longest of texts
-    that fit: to truncate costs others no more than not to."""
+def test_what_is_to_be_truncated_is_read_though_it_cannot_fit(path: str) -> None:
+    """Whoever asks for that sends long texts on purpose."""
     app, tokenizer = watched()
-    text = TOO_LONG[: limit() // 2]
-    body: dict[str, Any] = {"prompt": text, "messages": [USER | {"content": text}]}
-    body.pop("messages" if path == "/v1/completions" else "prompt")
-    body |= {"truncate_prompt_tokens": 9, "max_tokens": 1}
-    response = call(app, "POST", path, json=body)
+    response = call(app, "POST", path, json=truncated(path, TOO_LONG))
     assert response.json()["usage"]["prompt_tokens"] == 9
-    assert max(tokenizer.read) >= limit() // 2 > CONTEXT
+    assert max(tokenizer.read) >= limit() + 1
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_what_is_to_be_truncated_is_read_within_bounds(path: str) -> None:
+    app, tokenizer = watched()
+    body = truncated(path, "x" * ((1 << 20) + 1))
+    error = assert_envelope(call(app, "POST", path, json=body), 400)
+    assert error["code"] == "context_length_exceeded"
+    assert error["param"] == ("messages" if "chat" in path else "prompt")
+    assert "to be truncated at most 1048576 are read" in error["message"]
+    assert tokenizer.read == []
 
 
 def test_where_nobody_knows_how_few_tokens_a_text_makes_its_length_is_bounded(
@@ -227,7 +236,7 @@ def test_where_nobody_knows_how_few_tokens_a_text_makes_its_length_is_bounded(
     response = call(app, "POST", "/tokenize", json={"content": "x" * ((1 << 20) + 1)})
     error = assert_envelope(response, 400)
     assert error["code"] == "context_length_exceeded"
-    assert "given at most 1048576" in error["message"]
+    assert "may drop text, at most 1048576 are read" in error["message"]
     assert tokenizer.read == [1 << 20]
 
 
@@ -301,6 +310,62 @@ def in_turn(*characters: int) -> list[int]:
 
 def test_in_one_lane_shorter_texts_go_first() -> None:
     assert in_turn(3_000_000, 100_000, 1_000_000) == [100_000, 1_000_000, 3_000_000]
+
+
+def test_shorter_texts_come_between_those_of_a_batch() -> None:
+    order: list[str] = []
+
+    async def run() -> None:
+        lane = lanes._Lane("test")
+        gates = [threading.Event() for _ in range(3)]
+
+        def part(i: int) -> int:
+            assert gates[i].wait(30)
+            order.append(f"part {i}")
+            return i
+
+        batch = asyncio.create_task(
+            lane.run_all([(1_000_000, functools.partial(part, i)) for i in range(3)])
+        )
+        await asyncio.sleep(0)
+        honest = asyncio.create_task(lane.run(1000, lambda: order.append("honest")))
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded, match="3001000 characters"):
+            await lane.run(lanes.MOST_CHARACTERS - 3_000_000, lambda: None)
+        gates[0].set()
+        await honest
+        gates[1].set()
+        gates[2].set()
+        assert await batch == [0, 1, 2]
+        await lane.run(lanes.MOST_CHARACTERS, lambda: order.append("whole"))
+
+    asyncio.run(run())
+    assert order == ["part 0", "honest", "part 1", "part 2", "whole"]
+
+
+def test_a_batch_that_nobody_waits_for_any_more_leaves_nothing_behind() -> None:
+    ran: list[int] = []
+
+    async def run() -> None:
+        lane, gate, begun = lanes._Lane("test"), threading.Event(), threading.Event()
+
+        def part(i: int) -> None:
+            begun.set()
+            assert gate.wait(30)
+            ran.append(i)
+
+        half = lanes.MOST_CHARACTERS // 2
+        batch = asyncio.create_task(
+            lane.run_all([(half, functools.partial(part, i)) for i in range(2)])
+        )
+        await asyncio.to_thread(begun.wait, 30)
+        batch.cancel()
+        gate.set()
+        while lane._characters:
+            await asyncio.sleep(0.001)
+
+    asyncio.run(asyncio.wait_for(run(), 30))
+    assert ran == [0]
 
 
 def test_a_long_text_does_not_wait_for_ever() -> None:

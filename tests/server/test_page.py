@@ -38,18 +38,36 @@ def test_it_can_be_left_out() -> None:
     assert {call(app, "GET", path).status_code for path in PAGE_FILES} == {404}
 
 
+def test_a_proxy_may_show_it_under_a_path() -> None:
+    """With the path taken off or not; and no key is needed for less than without one."""
+    key = "k" * 20
+    app = make_app(FakeEngine(), keys=read_keys([key]), root_path="/a/b")
+    for prefix in ("", "/a/b"):
+        for path in PAGE_FILES:
+            assert call(app, "GET", prefix + path).status_code == 200
+        assert call(app, "GET", prefix + "/v1/models").status_code == 401
+        headers = {"Authorization": f"Bearer {key}"}
+        assert call(app, "GET", prefix + "/v1/models", headers=headers).status_code == 200
+    for path in ("/a/bc/", "/a/b/a/b/", "/a/b", "/a/b//health"):
+        assert call(app, "GET", path).status_code == 401
+    assert app.openapi()["servers"] == [{"url": "/a/b"}]
+
+
 def test_it_is_no_part_of_the_document() -> None:
     assert not set(PAGE_FILES) & set(make_app(FakeEngine()).openapi()["paths"])
 
 
 def test_a_trace_tells_whose_guess_a_token_was() -> None:
-    app = make_app(FakeEngine("one two three", blocks=(4, 1)))
+    engine = FakeEngine("one two three", blocks=(4, 1))
+    engine.speedups = {0: 1.23456}
+    app = make_app(engine)
     answer = choice(app, **TRACED)
     trace = answer["trace"]
     assert [token["drafter"] for token in trace["tokens"]][:5] == ["lookup"] * 3 + [None] * 2
     assert "".join(token["text"] for token in trace["tokens"]) == answer["text"]
     assert [len(token.get("refused", ())) for token in trace["tokens"]][:5] == [0, 0, 0, 1, 1]
     assert (trace["drafted"], trace["accepted"]) == (9, 6)
+    assert trace["speedup"] == 1.2346
     assert "trace" not in choice(app, max_tokens=9)
 
 
@@ -71,6 +89,37 @@ def test_chunks_of_a_stream_add_up(path: str) -> None:
         said = entry["text"] if "text" in entry else entry["delta"].get("content", "")
         assert said == "".join(token["text"] for token in entry.get("trace", {}).get("tokens", []))
     assert sum(len(trace["tokens"]) for trace in traces) == min(9, len(ids("one two three")) + 1)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_is_not_asked_for_is_not_worked_out(
+    path: str, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Everything that traces are made with is taken away."""
+    worked: list[object] = []
+    for place in ("text.choice._origin", "api.chat.write_trace", "api.completions.write_trace"):
+        monkeypatch.setattr(f"server.{place}", lambda *given: worked.append(given))
+    engine = FakeEngine("one two three", blocks=(4, 1))
+    asked: dict[str, Any] = {"max_tokens": 9, "stream": stream}
+    if path == "/v1/completions":
+        asked["prompt"] = "x"
+    else:
+        asked["messages"] = [{"role": "user", "content": "x"}]
+    assert call(make_app(engine), "POST", path, json=asked).status_code == 200
+    assert not engine.requests[0].speculation.trace
+    assert worked == []
+
+
+def test_the_document_describes_traces() -> None:
+    schemas = make_app(FakeEngine()).openapi()["components"]["schemas"]
+    trace = choice(make_app(FakeEngine("one two", blocks=(3, 1))), **TRACED)["trace"]
+    assert set(trace) == set(schemas["Trace"]["properties"])
+    for token in trace["tokens"]:
+        assert set(schemas["TracedToken"]["required"]) <= set(token)
+        assert set(token) <= set(schemas["TracedToken"]["properties"])
+    for name in ("ChatChoice", "CompletionChoice"):
+        assert "trace" in schemas[name]["properties"]
 
 
 def test_a_server_may_refuse_to_tell() -> None:

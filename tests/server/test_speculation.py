@@ -28,7 +28,7 @@ def test_the_status_is_what_the_engine_tells() -> None:
     engine.state_of_speculation = {"mode": "fixed", "steps": 7, "speedup": None}
     response = call(make_app(engine), "GET", STATUS)
     assert response.status_code == 200
-    assert response.json() == engine.state_of_speculation
+    assert response.json() == {**engine.state_of_speculation, "recent": []}
 
 
 def test_the_status_needs_a_key() -> None:
@@ -149,3 +149,68 @@ def test_one_request_never_changes_what_another_asks_for() -> None:
         assert got.num_speculative_tokens == wanted.get(
             "num_speculative_tokens", wanted.get("max_draft")
         )
+
+
+# -- what was asked lately -----------------------------------------------------------------
+
+
+def recent(app: Any, key: str = "") -> list[dict[str, Any]]:
+    """The status' recent requests, as the holder of a key sees them."""
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    found: list[dict[str, Any]] = call(app, "GET", STATUS, headers=headers).json()["recent"]
+    return found
+
+
+def test_recent_requests_are_numbers_without_texts() -> None:
+    engine = FakeEngine("one two three", blocks=(4, 1))
+    engine.speedups = {0: 1.25}
+    app = make_app(engine)
+    assert recent(app) == []
+    said = complete(app, prompt="a secret question", max_tokens=9, user="somebody").json()
+    complete(app, prompt="x", max_tokens=3, n=2, stream=True)
+    complete(app, prompt="x", max_tokens=-1)  # refused: nothing to tell
+    newest, first = recent(app)
+    assert (newest["stream"], newest["generated_tokens"]) == (True, 6)
+    assert newest["drafters"] == {"lookup": newest["drafted"]}
+    usage, told = said["usage"], said["speculation"]
+    assert first["endpoint"] == "/v1/completions"
+    assert first["prompt_tokens"] == usage["prompt_tokens"]
+    assert first["cached_tokens"] == usage["prompt_tokens_details"]["cached_tokens"]
+    assert first["generated_tokens"] == usage["completion_tokens"] == 9
+    assert 0 < first["ttft_seconds"] <= first["seconds"]
+    for name in ("drafted", "accepted", "tokens_per_pass", "speedup"):
+        assert first[name] == told[name]
+    assert first["finish_reasons"] == {"length": 1}
+    assert first["error"] is None
+    for text in ("secret", "one", said["id"].removeprefix("cmpl-"), "somebody"):
+        assert text not in json.dumps([newest, first])
+
+
+def test_recent_requests_are_few_and_ones_own() -> None:
+    mine, other = "mine" * 5, "other" * 4
+    app = make_app(FakeEngine("x"), keys=read_keys([mine, other]))
+    for tokens in range(1, 40):
+        body = {"prompt": "x" * tokens, "max_tokens": 1}
+        call(app, "POST", "/v1/completions", json=body, headers={"Authorization": f"Bearer {mine}"})
+    told = [entry["prompt_tokens"] for entry in recent(app, mine)]
+    assert told == [*range(39, 7, -1)]
+    assert recent(app, other) == []
+
+
+def test_a_request_that_failed_or_was_left_is_told_of() -> None:
+    engine = FakeEngine()
+    app = make_app(engine)
+    engine.fail_after = 2
+    assert complete(app, prompt="x", max_tokens=9).status_code == 503
+    [entry] = recent(app)
+    assert entry["error"] == "engine_unavailable"
+    assert entry["finish_reasons"] == {"unfinished": 1}
+
+
+def test_the_document_describes_recent_requests() -> None:
+    schemas = call(make_app(FakeEngine()), "GET", "/openapi.json").json()["components"]["schemas"]
+    app = make_app(FakeEngine())
+    complete(app, prompt="x", max_tokens=2)
+    [entry] = recent(app)
+    assert set(entry) == set(schemas["RecentRequest"]["properties"])
+    assert set(schemas["SpeculationStatus"]["properties"]["recent"]) >= {"items"}

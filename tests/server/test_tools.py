@@ -163,6 +163,27 @@ def test_strict_tools_are_bound_whatever_the_choice() -> None:
         assert (grammar.start().advance(ids(text)) == len(ids(text))) == fits, text
 
 
+@pytest.mark.parametrize("family", WRITTEN)
+@pytest.mark.parametrize("choice", ["auto", "required", "none"])
+def test_a_schema_binds_the_answer_and_calls_stay_possible(family: str, choice: str) -> None:
+    engine = says("")
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
+    ask(engine, family, response_format=form, tool_choice=choice)
+    grammar = engine.requests[0].sampling.grammar
+    assert grammar is not None
+
+    def fits(text: str) -> bool:
+        tokens = tokenizer_of(family).encode(text, add_special_tokens=False)
+        matcher = grammar.start()
+        return matcher.advance(tokens) == len(tokens) and matcher.may_end
+
+    assert fits(ARGUMENTS) == (choice != "required")
+    assert fits(WRITTEN[family]) == (choice != "none")
+    assert fits(WRITTEN[family].replace("3", "0")) == (choice == "auto")  # that tool is not strict
+    assert not fits(ARGUMENTS.replace("3", "0"))
+    assert not fits("It is warm.")
+
+
 @pytest.mark.parametrize(
     ("fields", "param", "words"),
     [
@@ -185,8 +206,8 @@ def test_strict_tools_are_bound_whatever_the_choice() -> None:
             "not",
         ),
         (
-            {"tool_choice": "required", "response_format": {"type": "json_object"}},
-            "response_format",
+            {"tool_choice": "required", "guided_json": {"type": "object"}},
+            "guided_json",
             "must be called",
         ),
         ({"messages": [{"role": "tool", "content": "5"}]}, "messages", "tool_call_id"),

@@ -42,6 +42,7 @@ class EagleModel:
         weights: complete: see `engine.draft.heads.checkpoint`.
         dtype: they are turned into.
         device: they are brought to.
+        kv_dtype: of keys and values; None = `dtype`.
     """
 
     def __init__(
@@ -50,10 +51,11 @@ class EagleModel:
         weights: Mapping[str, Tensor],
         dtype: torch.dtype,
         device: torch.device,
+        kv_dtype: torch.dtype | None = None,
     ) -> None:
         layer = self._layer = transformers_config(config)
         self.config = config
-        self.device, self.dtype = device, dtype
+        self.device, self.dtype, self.kv_dtype = device, dtype, kv_dtype or dtype
         self.heads = int(layer.num_attention_heads)
         self.groups = int(layer.num_key_value_heads)
         self.head_size = int(layer.head_dim)
@@ -78,7 +80,7 @@ class EagleModel:
     @property
     def shape(self) -> CacheShape:
         """What it stores per token in a K/V cache."""
-        return CacheShape(1, self.groups, self.head_size, self.dtype)
+        return CacheShape(1, self.groups, self.head_size, self.kv_dtype)
 
     def attach(self, embed: Linear | None, longest: int) -> None:
         """Tells it of its target.

@@ -14,7 +14,8 @@ from engine.config import ModelConfig
 from engine.draft.heads.checkpoint import read_weights
 from engine.draft.heads.config import HeadConfig, read_config
 from engine.draft.heads.eagle_model import EagleModel
-from engine.model.loader import LoadedModel, choose_device, choose_dtype
+from engine.model.choices import choose_device, choose_dtype, choose_kv_dtype
+from engine.model.loader import LoadedModel
 from engine.model.passes import Pass, start_timer
 
 
@@ -94,7 +95,9 @@ def load_head(config: ModelConfig) -> LoadedModel:
 def adopt_head(own: HeadConfig, weights: dict[str, Tensor], config: ModelConfig) -> LoadedModel:
     """A head that is in memory already."""
     device = choose_device(config.device)
-    model = EagleModel(own, weights, choose_dtype(config.dtype, device), device)
+    dtype = choose_dtype(config.dtype, device)
+    kept = choose_kv_dtype(config.kv_dtype, dtype, device)
+    model = EagleModel(own, weights, dtype, device, kept)
     return LoadedModel(
         make_runner=partial(HeadRunner, model),
         runner_name="head",
@@ -104,4 +107,5 @@ def adopt_head(own: HeadConfig, weights: dict[str, Tensor], config: ModelConfig)
         max_model_len=model.longest,
         eos_token_ids=frozenset(),
         taps=own.taps_of,
+        dtype=model.dtype,
     )

@@ -37,7 +37,7 @@ class _Arguments(ctypes.Structure):
         ("attention", _Attention),
         *fields(ctypes.c_void_p, "keys values slots"),
         *fields(ctypes.c_int64, "key_stride key_head_stride value_stride value_head_stride"),
-        *fields(ctypes.c_int32, "rows bfloat16"),
+        *fields(ctypes.c_int32, "rows bfloat16 eight_bits unused"),
     ]
 
 
@@ -48,7 +48,7 @@ class _Move(ctypes.Structure):
         ("store", _Attention),
         *fields(ctypes.c_void_p, "from to"),
         ("slots", ctypes.c_int64),
-        *fields(ctypes.c_int32, "count layers bfloat16 unused"),
+        *fields(ctypes.c_int32, "count layers bfloat16 eight_bits"),
     ]
 
 
@@ -86,6 +86,7 @@ def move_tokens(store: KVStore, sources: torch.Tensor, targets: torch.Tensor) ->
         count=len(sources),
         layers=shape.num_layers,
         bfloat16=shape.dtype is torch.bfloat16,
+        eight_bits=shape.dtype is torch.int8,
         **{"from": sources.data_ptr(), "to": targets.data_ptr()},
     )
     library.specserve_move_tokens.argtypes = [ctypes.POINTER(_Move)]
@@ -131,7 +132,7 @@ class CpuAttention:
             attention=shared,
             slots=batch.slots.data_ptr(),
             rows=batch.input_ids.numel(),
-            bfloat16=shape.dtype is torch.bfloat16,
+            eight_bits=shape.dtype is torch.int8,
         )
         padding = batch.num_padding_rows
 
@@ -141,6 +142,7 @@ class CpuAttention:
                 for t in (call.queries, call.keys, call.values)
             )
             out = torch.empty(queries.shape, dtype=queries.dtype)
+            arguments.bfloat16 = queries.dtype is torch.bfloat16
             if padding:
                 out[-padding:] = 0
             layer = arguments.attention

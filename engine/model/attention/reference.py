@@ -30,8 +30,7 @@ class ReferenceAttention:
             store.write(call.layer, batch.slots, call.keys, call.values)
             out = torch.zeros_like(call.queries, memory_format=torch.contiguous_format)
             for s, context in enumerate(contexts):
-                keys = store.keys[call.layer][slots[s, :context]].float()
-                values = store.values[call.layer][slots[s, :context]].float()
+                keys, values = store.read(call.layer, slots[s, :context])
                 first = context - (starts[s + 1] - starts[s])
                 for row in range(starts[s], starts[s + 1]):
                     own = seen.get(row, slice(first + row - starts[s] + 1))

@@ -11,7 +11,7 @@
 #include <type_traits>
 
 #include "matmul.h"
-#include "pages.h"
+#include "softmax.h"
 
 namespace {
 
@@ -28,99 +28,87 @@ struct Scratch {
       : heads(size_t(padded) * (2 * kBlock + kTileRows) + 4 * kLanes), sums(size_t(padded) * kTileRows) {}
 };
 
-// What the query rows of a tile know of the keys seen so far.
-struct Softmax {
-  float max[kTileRows];
-  Vec sum[kTileRows];
-};
+// Registers that sixteen lanes fill, and whether there are enough of them for large tiles of sums.
+constexpr int kRegs = kLanes / kRegister;
+#if defined(__AVX512F__)
+constexpr bool kManyRegisters = true;
+#else
+constexpr bool kManyRegisters = false;
+#endif
 
-// Scores of kRows query rows against a block's keys. A score is one accumulator that runs through
-// the words in ascending order.
-template <class T, int kRows>
-inline void score_rows(float* scores, const typename T::Element* queries, const Part<T>* parts, int size, float scale) {
-  constexpr int halves = kBlock / kLanes, w = kPerWord<T>;
-  Vec sums[kRows][halves];
+// Scores of kRows query rows against the keys of kParts parts. A score is one accumulator that runs
+// through the words in ascending order.
+template <class T, int kRows, int kParts>
+inline void score_parts(float* scores, const typename T::Element* queries, const Part<T>* parts, int size, float scale) {
+  constexpr int regs = kParts * kRegs, w = kPerWord<T>;
+  Reg sums[kRows][regs];
 #pragma GCC unroll 4
   for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 2
-    for (int i = 0; i < halves; ++i) sums[r][i] = Vec{};
+#pragma GCC unroll 8
+    for (int i = 0; i < regs; ++i) sums[r][i] = Reg{};
   for (int d = 0; d < size; d += w) {
-    IVec keys[halves];
-#pragma GCC unroll 2
-    for (int i = 0; i < halves; ++i) std::memcpy(&keys[i], parts[i].keys + int64_t(d) * parts[i].stride, sizeof(IVec));
+    IReg keys[regs];
+#pragma GCC unroll 8
+    for (int i = 0; i < regs; ++i) {
+      const Part<T>& part = parts[i / kRegs];
+      keys[i] = load_words<T>(part.keys + int64_t(d) * part.stride + i % kRegs * kRegister * w);
+    }
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) {
-      const IVec query = broadcast_word(queries + r * size + d);
-#pragma GCC unroll 2
-      for (int i = 0; i < halves; ++i) sums[r][i] = T::multiply_words(sums[r][i], query, keys[i]);
+      const IReg query = repeat_word(queries + r * size + d);
+#pragma GCC unroll 8
+      for (int i = 0; i < regs; ++i) sums[r][i] = T::multiply_words(sums[r][i], query, keys[i]);
     }
   }
+#pragma GCC unroll 8
+  for (int i = 0; i < regs; ++i) {
+    Reg factor = Reg{} + scale;
+    if constexpr (kScaleBytes<T> != 0)
+      factor *= load_scales(parts[i / kRegs].key_scales + i % kRegs * kRegister * kScaleBytes<T>);
 #pragma GCC unroll 4
-  for (int r = 0; r < kRows; ++r)
-#pragma GCC unroll 2
-    for (int i = 0; i < halves; ++i) store(scores + r * kBlock + i * kLanes, sums[r][i] * scale);
-}
-
-// Hides what a row does not see of a block: it sees positions [begin, last]. Returns its best score.
-inline float best_score(float* row, float best, int first, int begin, int last) {
-  const IVec lane = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  Vec most = broadcast(best);
-  const bool all = first >= begin && first + kBlock - 1 <= last;
-  for (int i = 0; i < kBlock; i += kLanes) {
-    Vec scores = load(row + i);
-    if (!all) {
-      const IVec position = lane + (first + i);
-      scores = select((position >= begin) & (position <= last), scores, broadcast(-std::numeric_limits<float>::infinity()));
-      store(row + i, scores);
+    for (int r = 0; r < kRows; ++r) {
+      const Reg score = sums[r][i] * factor;
+      std::memcpy(scores + r * kBlock + i * kRegister, &score, sizeof score);
     }
-    most = max(scores, most);
   }
-  return largest(most);
 }
 
-// Turns the rows' scores of a block into weights. factors: by what was summed before must shrink.
-template <class T>
-inline void weigh(typename T::Element* weights, Softmax& state, float* factors, const float* scores, const float* best,
-                  int begin, int end) {
-  const Vec lowest = broadcast(-std::numeric_limits<float>::infinity());
-  store(factors, exp_nonpositive(load(state.max) - load(best)));
-  for (int r = begin; r < end; ++r) {
-    state.max[r] = best[r];
-    state.sum[r] *= factors[r];
-    for (int i = 0; i < kBlock; i += kLanes) {
-      const Vec score = load(scores + r * kBlock + i);
-      const Vec weight = select(score > lowest, exp_nonpositive(score - best[r]), Vec{});
-      state.sum[r] += weight;
-      T::narrow(weights + r * kBlock + i, weight);
-    }
+// The same against a block's keys.
+template <class T, int kRows>
+inline void score_rows(float* scores, const typename T::Element* queries, const Part<T>* parts, int size, float scale) {
+  if constexpr (kManyRegisters || kRows <= 2) {
+    score_parts<T, kRows, 2>(scores, queries, parts, size, scale);
+  } else {
+    score_parts<T, kRows, 1>(scores, queries, parts, size, scale);
+    score_parts<T, kRows, 1>(scores + kLanes, queries, parts + 1, size, scale);
   }
 }
 
 // output = output * factor + weights * values of the block's tokens [from, to], for kRows rows and
-// kVectors vectors of a head. A word takes in the token before `from`, and after `to`, whose weights
+// kCount registers of a head. A word takes in the token before `from`, and after `to`, whose weights
 // are 0; what stands there after `to` may be anything.
-template <class T, int kRows, int kVectors>
+template <class T, int kRows, int kCount>
 inline void add_values(float* output, int padded, const float* factors, const typename T::Element* weights,
                        const Part<T>* parts, int size, int from, int to, int d) {
   constexpr int w = kPerWord<T>;
-  Vec sums[kRows][kVectors];
+  Reg sums[kRows][kCount];
 #pragma GCC unroll 4
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) sums[r][v] = load(output + r * padded + d + v * kLanes) * factors[r];
+    for (int v = 0; v < kCount; ++v) sums[r][v] = widen_reg(output + r * padded + d + v * kRegister) * factors[r];
   const auto step = [&](int j, int32_t kept) __attribute__((always_inline)) {
     const auto* words = parts[j / kLanes].values + int64_t(j % kLanes) * size + d * w;
-    IVec values[kVectors];
+    IReg values[kCount];
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) {
-      std::memcpy(&values[v], words + v * kLanes * w, sizeof(IVec));
+    for (int v = 0; v < kCount; ++v) {
+      values[v] = load_words<T>(words + v * kRegister * w);
       if (kept != -1) values[v] &= kept;
     }
 #pragma GCC unroll 4
     for (int r = 0; r < kRows; ++r) {
-      const IVec weight = broadcast_word(weights + r * kBlock + j);
+      const IReg weight = repeat_word(weights + r * kBlock + j);
 #pragma GCC unroll 4
-      for (int v = 0; v < kVectors; ++v) sums[r][v] = T::multiply_words(sums[r][v], weight, values[v]);
+      for (int v = 0; v < kCount; ++v) sums[r][v] = T::multiply_words(sums[r][v], weight, values[v]);
     }
   };
   int j = from / w * w;
@@ -129,15 +117,16 @@ inline void add_values(float* output, int padded, const float* factors, const ty
 #pragma GCC unroll 4
   for (int r = 0; r < kRows; ++r)
 #pragma GCC unroll 4
-    for (int v = 0; v < kVectors; ++v) store(output + r * padded + d + v * kLanes, sums[r][v]);
+    for (int v = 0; v < kCount; ++v) std::memcpy(output + r * padded + d + v * kRegister, &sums[r][v], sizeof(Reg));
 }
 
 template <class T, int kRows>
 inline void add_values(float* output, int padded, const float* factors, const typename T::Element* weights,
                        const Part<T>* parts, int size, int from, int to) {
+  constexpr int count = kManyRegisters || kRows <= 2 ? 4 : 2;  // registers at a time
   int d = 0;
-  for (; d + 4 * kLanes <= padded; d += 4 * kLanes)
-    add_values<T, kRows, 4>(output, padded, factors, weights, parts, size, from, to, d);
+  for (; d + count * kRegister <= padded; d += count * kRegister)
+    add_values<T, kRows, count>(output, padded, factors, weights, parts, size, from, to, d);
   if (d < padded) add_values<T, kRows, 2>(output, padded, factors, weights, parts, size, from, to, d);
 }
 
@@ -176,7 +165,8 @@ void attend_tile(const Attention& a, Scratch<T>& scratch, const Task& task, cons
   };
   const auto* from_queries = static_cast<const typename Q::Element*>(a.queries);
   float* const output = scratch.sums.data();
-  Element *const queries = scratch.heads.data(), *const assembled = queries + kTileRows * padded;
+  Element* const queries = scratch.heads.data();
+  auto* const assembled = reinterpret_cast<typename T::Stored*>(queries + kTileRows * padded);
   Softmax state;
   for (int r = 0; r < rows; ++r) {
     const int head = task.group * per_group + r % per_group;
@@ -212,7 +202,7 @@ void attend_tile(const Attention& a, Scratch<T>& scratch, const Task& task, cons
       best[r] = best_score(scores + r * kBlock, state.max[r], first, begin, position);
     }
     if (fetches) fetch(coming[1], true, size);
-    weigh<T>(weights, state, factors, scores, best, skipped, live);
+    weigh<T>(weights, state, factors, scores, best, parts, skipped, live);
     if (fetches) fetch(coming[1], false, size);
     const int from = first < task.first_seen ? task.first_seen - first : 0;
     const int to = last_position < first + kBlock ? last_position - first : kBlock - 1;

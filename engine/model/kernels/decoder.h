@@ -90,8 +90,8 @@ struct Forward {
     barrier.wait();
   }
 
-  // Queries, keys and values; keys and values go into the cache.
-  void project_qkv(const Layer& layer, const Attention& a, Element* scratch) const {
+  // Queries, keys and values; if they are paired, keys and values go into the cache.
+  void project_qkv(const Layer& layer, const Attention& a) const {
     const Share share(padded_qkv / kBlockOutputs);
     multiply_matrix<W>(layer.qkv, m.planes, normed, s.normed_groups, s.rows, m.hidden, share.begin, share.end,
                 [&](int row, int block, const Vec* sums) {
@@ -106,7 +106,6 @@ struct Forward {
                   store(to + kLanes, second);
                 });
     barrier.wait();
-    if (!m.paired) rotate_and_store(layer, a, scratch);
   }
 
   // One block of a row: sixteen elements of a query or key and their partners, which are rotated at
@@ -136,8 +135,9 @@ struct Forward {
     }
   }
 
-  // Rotates queries and keys; writes keys and values into the cache.
-  void rotate_and_store(const Layer& layer, const Attention& a, Element* scratch) const {
+  // Rotates queries and keys; writes keys and values into the cache, whose type is C.
+  template <class C>
+  void rotate_and_store(const Layer& layer, const Attention& a, typename C::Element* scratch) const {
     const int size = m.head_size;
     const auto turn = [&](int t, int head, const float* norm) {
       float* x = s.qkv + int64_t(t) * padded_qkv + head * size;
@@ -153,22 +153,21 @@ struct Forward {
     for (int i = share.begin; i < share.end; ++i) {
       const int g = i / s.rows, t = i % s.rows;
       const float* key = turn(t, m.heads + g, layer.key_norm);
-      narrow_row<T>(scratch, key, size);
-      narrow_row<T>(scratch + size, key + m.groups * size, size);
-      const Slot<T> slot(a, s.slots[t], g);
-      slot.write_key(0, size, scratch);
-      slot.write_value(0, size, scratch + size);
+      narrow_row<C>(scratch, key, size);
+      narrow_row<C>(scratch + size, key + m.groups * size, size);
+      Slot<C>(a, s.slots[t], g).write(scratch, scratch + size);
     }
     barrier.wait();
   }
 
   // What heads say, as the output layer wants it.
-  void attend_all(const Attention& a, const std::vector<Tile>& tiles, Scratch<T>& scratch, const Matrix& matrix) const {
+  template <class C>
+  void attend_all(const Attention& a, const std::vector<Tile>& tiles, Scratch<C>& scratch, const Matrix& matrix) const {
     const auto take = [&] { return barrier.next_task(); };
     if (matrix.is_dense()) {
-      attend_in_turn<T, T>(a, scratch, tiles, take);
+      attend_in_turn<C, T, T>(a, scratch, tiles, take);
     } else {  // in float32, until all heads of a group are there
-      attend_in_turn<T, T, Float32>(a, scratch, tiles, take);
+      attend_in_turn<C, T, Float32>(a, scratch, tiles, take);
       barrier.wait();
       const auto* x = static_cast<const float*>(s.normed);
       const Share share(m.heads * m.head_size / kBlockInputs * s.rows);
@@ -243,6 +242,13 @@ struct Forward {
   }
 
   void run() const {
+    if (m.eight_bits) run_with<Int8>();
+    else run_with<T>();
+  }
+
+  // C is the type of the cache.
+  template <class C>
+  void run_with() const {
     Attention a{};
     a.queries = s.queries;
     a.output = s.normed;
@@ -265,7 +271,7 @@ struct Forward {
     const std::vector<Tile> tiles = make_tiles(a);
 #pragma omp parallel
     {
-      Scratch<T> scratch(padded_size(m.head_size));
+      Scratch<C> scratch(padded_size(m.head_size));
       embed();
       keep_features(0);
       for (int l = 0; l < m.num_layers; ++l) {
@@ -275,8 +281,9 @@ struct Forward {
         own.key_cache = layer.key_cache;
         own.value_cache = layer.value_cache;
         own.window = layer.window;
-        project_qkv(layer, own, scratch.heads.data());
-        attend_all(own, tiles, scratch, layer.output);
+        project_qkv(layer, own);
+        if (!m.paired) rotate_and_store<C>(layer, own, scratch.heads.data());
+        attend_all<C>(own, tiles, scratch, layer.output);
         project_back(normed, s.normed_groups, m.heads * m.head_size, layer.output, layer.output_bias);
         norm_rows(layer.post_norm, nullptr, s.rows, layer.gate_up);
         gate(layer);

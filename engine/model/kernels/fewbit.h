@@ -15,7 +15,6 @@ constexpr int kFewbitRows = 8;
 #else
 constexpr int kFewbitRows = 4;  // whose sums stay in registers
 #endif
-constexpr int kFewbitAhead = 12;  // groups before their use weights are fetched where memory is the limit
 
 // Weights of 32 outputs and 32 inputs: w = scale * (q - kZero), plus a minimum if they have one.
 //
@@ -251,7 +250,8 @@ template <class Finish>
 void multiply_fewbit(int form, int planes, const void* groups, int rows, int inputs, const void* packed, int begin,
                      int end, const Finish& finish) {
   const Kernels& kernels = kernels_for(form);
-  const int count = inputs / kBlockInputs, tiles = (rows + kFewbitRows - 1) / kFewbitRows;
+  const int most = tuning.fewbit_rows > 0 && tuning.fewbit_rows < kFewbitRows ? tuning.fewbit_rows : kFewbitRows;
+  const int count = inputs / kBlockInputs, tiles = (rows + most - 1) / most;
   const int64_t block_size = count * kernels.bytes, stride = group_bytes(planes);
   const auto* w = static_cast<const uint8_t*>(packed) + begin * block_size;
   Vec sums[kFewbitRows][2];
@@ -259,7 +259,7 @@ void multiply_fewbit(int form, int planes, const void* groups, int rows, int inp
     for (int t = 0; t < tiles; ++t) {
       const int first = int(int64_t(rows) * t / tiles), height = int(int64_t(rows) * (t + 1) / tiles) - first;
       // Where several tiles use a block, memory would rest after the first: the last fetches the next block.
-      const int64_t ahead = tiles == 1 ? kFewbitAhead * kernels.bytes : t == tiles - 1 ? block_size : 0;
+      const int64_t ahead = tiles == 1 ? tuning.fewbit_ahead * kernels.bytes : t == tiles - 1 ? block_size : 0;
       const auto* own = static_cast<const char*>(groups) + first * stride;
       kernels.tiles[planes - 1][height - 1](sums, own, rows, w, count, ahead);
       for (int r = 0; r < height; ++r) finish(first + r, block, sums[r]);

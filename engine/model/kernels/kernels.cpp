@@ -10,7 +10,7 @@ struct Arguments {
   const void *keys, *values;  // [T, G, D]
   const int64_t* slots;       // [T]
   int64_t key_stride, key_head_stride, value_stride, value_head_stride;
-  int32_t rows, bfloat16;
+  int32_t rows, bfloat16, eight_bits, unused;  // of the rows, and whether the cache is in eight bits
 };
 
 // Mirrors `_Move` in attention/cpu.py.
@@ -18,55 +18,56 @@ struct Move {
   Attention store;           // of its first layer
   const int64_t *from, *to;  // [count] slots
   int64_t slots;             // of a layer
-  int32_t count, layers, bfloat16, unused;
+  int32_t count, layers, bfloat16, eight_bits;
 };
 
 namespace {
 
-template <class T>
+// T is the type of the cache, Q that of keys and values.
+template <class T, class Q>
 void write_cache(const Arguments& call) {
-  typedef typename T::Element Element;
+  typedef typename Q::Element Element;
   const Attention& a = call.attention;
+  std::vector<typename T::Element> widened(2 * a.head_size);
   for (int t = 0; t < call.rows; ++t)
     for (int g = 0; g < a.groups; ++g) {
+      const auto* key = static_cast<const Element*>(call.keys) + t * call.key_stride + g * call.key_head_stride;
+      const auto* value = static_cast<const Element*>(call.values) + t * call.value_stride + g * call.value_head_stride;
       const Slot<T> slot(a, call.slots[t], g);
-      slot.write_key(0, a.head_size, (const Element*)call.keys + t * call.key_stride + g * call.key_head_stride);
-      slot.write_value(0, a.head_size, (const Element*)call.values + t * call.value_stride + g * call.value_head_stride);
+      if constexpr (std::is_same<T, Q>::value) {
+        slot.write(key, value);
+      } else {
+        widen_row<Q>(widened.data(), key, a.head_size);
+        widen_row<Q>(widened.data() + a.head_size, value, a.head_size);
+        slot.write(widened.data(), widened.data() + a.head_size);
+      }
     }
 }
 
-template <class T>
+template <class T, class Q>
 void attend_layer(const Arguments& call) {
-  write_cache<T>(call);
+  write_cache<T, Q>(call);
   const Attention& a = call.attention;
   const std::vector<Tile> tiles = make_tiles(a);
   std::atomic<int> next_task{0};
 #pragma omp parallel
   {
     Scratch<T> scratch(padded_size(a.head_size));
-    attend_in_turn<T, T>(a, scratch, tiles, [&] { return next_task++; });
+    attend_in_turn<T, Q, Q>(a, scratch, tiles, [&] { return next_task++; });
   }
 }
 
 // A token's key and value of every layer, from one slot to another.
 template <class T>
 void move_tokens(const Move& move) {
-  typedef typename T::Element Element;
-  constexpr int w = kPerWord<T>;
-  const int size = move.store.head_size;
-  const int64_t layer = move.slots * move.store.groups * size;  // elements
+  typedef typename T::Stored Stored;
+  const int64_t layer = move.slots * move.store.groups * (move.store.head_size + kScaleBytes<T>);  // elements
   Attention a = move.store;
   for (int l = 0; l < move.layers; ++l) {
-    a.key_cache = static_cast<Element*>(move.store.key_cache) + l * layer;
-    a.value_cache = static_cast<Element*>(move.store.value_cache) + l * layer;
+    a.key_cache = static_cast<Stored*>(move.store.key_cache) + l * layer;
+    a.value_cache = static_cast<Stored*>(move.store.value_cache) + l * layer;
     for (int i = 0; i < move.count; ++i)
-      for (int g = 0; g < a.groups; ++g) {
-        const Slot<T> from(a, move.from[i], g), to(a, move.to[i], g);
-        for (int d = 0; d < size; d += w)
-          to.write_key(d, w, from.keys + int64_t(d) * a.page_size + from.token * w);
-        for (int d = 0; d < size; ++d)
-          to.write_value(d, 1, from.values + value_place<T>(from.token, d, a.page_size, size));
-      }
+      for (int g = 0; g < a.groups; ++g) Slot<T>(a, move.to[i], g).copy(Slot<T>(a, move.from[i], g));
   }
 }
 
@@ -74,14 +75,17 @@ void move_tokens(const Move& move) {
 
 // Moves what is cached of tokens, one after the other.
 extern "C" void specserve_move_tokens(const Move* move) {
-  if (move->bfloat16) move_tokens<BFloat16>(*move);
+  if (move->eight_bits) move_tokens<Int8>(*move);
+  else if (move->bfloat16) move_tokens<BFloat16>(*move);
   else move_tokens<Float32>(*move);
 }
 
 // Writes keys and values of one layer into the cache, then attends.
 extern "C" void specserve_paged_attention(const Arguments* call) {
-  if (call->bfloat16) attend_layer<BFloat16>(*call);
-  else attend_layer<Float32>(*call);
+  if (call->eight_bits && call->bfloat16) attend_layer<Int8, BFloat16>(*call);
+  else if (call->eight_bits) attend_layer<Int8, Float32>(*call);
+  else if (call->bfloat16) attend_layer<BFloat16, BFloat16>(*call);
+  else attend_layer<Float32, Float32>(*call);
 }
 
 // One linear layer: rows of `stride` elements each, output rows side by side.
@@ -110,6 +114,9 @@ extern "C" void specserve_embed(const Decoder* decoder, const int64_t* ids, int6
       widen_fewbit(decoder->embedding_form, decoder->embedding, decoder->hidden, ids[i], block, rows);
 }
 
+// Changes what is fast, and no result; not while a pass runs.
+extern "C" void specserve_tune(const Tuning* chosen) { tuning = *chosen; }
+
 // Which unit multiplies tiles: see `TileUnit` in tiles.h.
 extern "C" int32_t specserve_tile_unit() { return int32_t(tile_unit()); }
 
@@ -118,7 +125,7 @@ extern "C" int64_t specserve_size_of(const char* name) {
   const struct { const char* name; int64_t size; } known[] = {
       {"Arguments", sizeof(Arguments)}, {"Attention", sizeof(Attention)}, {"Decoder", sizeof(Decoder)},
       {"Layer", sizeof(Layer)},         {"Linear", sizeof(Linear)},       {"Move", sizeof(Move)},
-      {"Step", sizeof(Step)},           {"Matrix", sizeof(Matrix)},       {"FewbitLinear", sizeof(FewbitLinear)},
+      {"Step", sizeof(Step)}, {"Tuning", sizeof(Tuning)},           {"Matrix", sizeof(Matrix)},       {"FewbitLinear", sizeof(FewbitLinear)},
   };
   for (const auto& entry : known)
     if (std::strcmp(name, entry.name) == 0) return entry.size;

@@ -38,9 +38,9 @@ struct Decoder {
   int32_t num_layers, hidden, intermediate, vocab;
   int32_t heads, groups, head_size, bfloat16;
   float epsilon, scale;
-  int32_t paired;
+  int32_t paired;  // never with a cache in eight bits, whose scales need all of a key
   int32_t planes, embedding_form;  // see quantized.h; kDense or another form of fewbit.h
-  int32_t unused;
+  int32_t eight_bits;  // whether the cache is: see eight_bits.h
 };
 
 // Mirrors `_Step` in native_decoder.py: one packed batch and the buffers it needs.

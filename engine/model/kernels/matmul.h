@@ -8,6 +8,7 @@
 #pragma once
 
 #include "tiles.h"
+#include "tuning.h"
 #include "vectors.h"
 
 namespace {
@@ -35,10 +36,6 @@ constexpr int kWholeTile = 3, kMaxTile = 6;
 // Tiles take turns at so many inputs of a block, for that many weights stay in the first-level cache,
 // and so do the sums of the tiles of a panel.
 constexpr int kTurn = 2 * kBlockInputs, kPanelTiles = 96 / kMaxTile;
-
-// A single tile of so many rows computes for so long that the processor does not look far enough
-// ahead by itself; it is told this many steps before. With fewer rows that only gets in the way.
-constexpr int kFetchingRows = 7, kFetchedSteps = 48;
 
 inline int num_blocks(int width) { return (width + kBlockOutputs - 1) / kBlockOutputs; }
 
@@ -137,7 +134,7 @@ void multiply(const typename W::Element* x, int rows, int inputs, const typename
   const int turn = rows <= kWholeTile ? inputs : kTurn;
   const int64_t block_size = int64_t(inputs) * kBlockOutputs;
   // Where several tiles use a block, memory would rest after the first: the last fetches the next block.
-  const int64_t ahead = tiles > 1 ? block_size : kFetchedSteps * W::kInputsPerStep * kBlockOutputs;
+  const int64_t ahead = tiles > 1 ? block_size : tuning.dense_ahead * W::kInputsPerStep * kBlockOutputs;
   const auto first_row = [&](int tile) { return int(int64_t(rows) * tile / tiles); };  // of nearly equal tiles
   Vec sums[kPanelTiles * kMaxTile][2];
   for (int block = begin; block < end; ++block) {
@@ -151,7 +148,7 @@ void multiply(const typename W::Element* x, int rows, int inputs, const typename
         for (int t = from; t < to; ++t) {
           const int first = first_row(t), height = first_row(t + 1) - first;
           const auto* own = x + int64_t(first) * kBlockInputs;
-          const bool fetches = tiles > 1 ? t == tiles - 1 : rows >= kFetchingRows;
+          const bool fetches = tiles > 1 ? t == tiles - 1 : rows >= tuning.dense_fetched;
           if (fetches) tile_product<W, true>(height, sums + first - row0, own, rows, w, k, stop, ahead);
           else tile_product<W, false>(height, sums + first - row0, own, rows, w, k, stop, ahead);
         }

@@ -7,7 +7,7 @@
 
 #include <vector>
 
-#include "vectors.h"
+#include "eight_bits.h"
 
 namespace {
 
@@ -51,9 +51,19 @@ struct Tile {
   int place(int i) const { return path && i >= fed ? path[i - fed] : i; }
 };
 
-// Elements in a word of four bytes, the unit of multiplication: two in bfloat16, one in float32.
+// Elements in a word of four bytes, the unit of multiplication: two in bfloat16, else one.
 template <class T>
 constexpr int kPerWord = 4 / sizeof(typename T::Element);
+
+// Bytes in the cache of such a word.
+template <class T>
+constexpr int kWordBytes = kPerWord<T> * sizeof(typename T::Stored);
+
+// Where a page begins, in what is stored of keys or of values.
+template <class T>
+inline int64_t page_place(const Attention& a, int64_t page, int group) {
+  return (page * a.groups + group) * a.page_size * (a.head_size + kScaleBytes<T>);
+}
 
 // Where the element d of token j's value lies in a page, of one group. Tokens stand in pairs whose
 // elements alternate, so that a word holds what one step multiplies; float32 has words of one.
@@ -67,32 +77,55 @@ inline int64_t value_place(int j, int d, int page_size, int size) {
 // A token's place in the cache, of one group.
 template <class T>
 struct Slot {
-  typedef typename T::Element Element;
-  Element *keys, *values;  // of its page
+  typedef typename T::Stored Stored;
+  Stored *keys, *values;  // of its page
   int token, page_size, size;
   Slot(const Attention& a, int64_t slot, int group)
       : token(int(slot % a.page_size)), page_size(a.page_size), size(a.head_size) {
-    const int64_t page = (slot / page_size * a.groups + group) * page_size * size;
-    keys = static_cast<Element*>(a.key_cache) + page;
-    values = static_cast<Element*>(a.value_cache) + page;
+    const int64_t page = page_place<T>(a, slot / page_size, group);
+    keys = static_cast<Stored*>(a.key_cache) + page;
+    values = static_cast<Stored*>(a.value_cache) + page;
   }
   // Elements [d, d + count) of its key. Keys lie word by word: the first word of all tokens of the
   // page, then the second.
-  void write_key(int d, int count, const Element* key) const {
+  void write_key(int d, int count, const Stored* key) const {
     constexpr int w = kPerWord<T>;
-    for (int i = 0; i < count; i += w) std::memcpy(keys + int64_t(d + i) * page_size + token * w, key + i, 4);
+    for (int i = 0; i < count; i += w)
+      std::memcpy(keys + int64_t(d + i) * page_size + token * w, key + i, kWordBytes<T>);
   }
   // Elements [d, d + count) of its value; one by one, since another thread may write the partner.
-  void write_value(int d, int count, const Element* value) const {
+  void write_value(int d, int count, const Stored* value) const {
     for (int i = 0; i < count; ++i) values[value_place<T>(token, d + i, page_size, size)] = value[i];
+  }
+  // A whole key and value, as they were computed.
+  void write(const typename T::Element* key, const typename T::Element* value) const {
+    if constexpr (kScaleBytes<T> != 0) {
+      const int64_t scales = int64_t(page_size) * size + token * kScaleBytes<T>;
+      round_head(key, size, keys + token, page_size, keys + scales);
+      round_head(value, size, values + int64_t(token) * size, 1, values + scales);
+    } else {
+      write_key(0, size, key);
+      write_value(0, size, value);
+    }
+  }
+  // What is stored of another token.
+  void copy(const Slot& from) const {
+    constexpr int w = kPerWord<T>;
+    for (int d = 0; d < size; d += w) write_key(d, w, from.keys + int64_t(d) * page_size + from.token * w);
+    for (int d = 0; d < size; ++d) write_value(d, 1, from.values + value_place<T>(from.token, d, page_size, size));
+    const int64_t scales = int64_t(page_size) * size;
+    constexpr int bytes = kScaleBytes<T>;
+    std::memcpy(keys + scales + token * bytes, from.keys + scales + from.token * bytes, bytes);
+    std::memcpy(values + scales + token * bytes, from.values + scales + from.token * bytes, bytes);
   }
 };
 
 // Keys and values of sixteen tokens; `stride` words lie between a key's word and its next.
 template <class T>
 struct Part {
-  const typename T::Element *keys, *values;
+  const typename T::Stored *keys, *values;
   int stride;
+  const typename T::Stored *key_scales, *value_scales;  // where they have any
 };
 
 // A tile's work for the heads of one group: what it reads.
@@ -121,41 +154,45 @@ struct Task {
 // Where a draft branches they are put together, so that what follows cannot tell it from a text.
 // Without `scratch` it is only said what lies there.
 template <class T>
-inline Part<T> find_part(const Attention& a, typename T::Element* scratch, const Task& task, int first) {
-  typedef typename T::Element Element;
-  constexpr int w = kPerWord<T>;
+inline Part<T> find_part(const Attention& a, typename T::Stored* scratch, const Task& task, int first) {
+  typedef typename T::Stored Stored;
+  constexpr int w = kPerWord<T>, bytes = kWordBytes<T>, scale = kScaleBytes<T>;
   const int page_size = a.page_size, size = a.head_size;
-  const auto *keys = static_cast<const Element*>(a.key_cache), *values = static_cast<const Element*>(a.value_cache);
-  Element *const key = scratch, *const value = scratch + kLanes * size;
+  const int64_t scales = int64_t(page_size) * size;
+  const auto *keys = static_cast<const Stored*>(a.key_cache), *values = static_cast<const Stored*>(a.value_cache);
+  Stored *const key = scratch, *const value = scratch + kLanes * size;
+  Stored *const key_scales = value + kLanes * size, *const value_scales = key_scales + kLanes * scale;
   int begin = 0;
-  const auto find = [&](int place) {
-    return (int64_t(task.pages[place / page_size]) * a.groups + task.group) * page_size * size;
-  };
+  const auto find = [&](int place) { return page_place<T>(a, task.pages[place / page_size], task.group); };
   if (page_size % kLanes == 0) {
-    const int64_t page = find(first), j = first % page_size;
-    const Part<T> part = {keys + page + j * w, values + page + j * size, page_size};
+    const int64_t page = find(first), j = first % page_size, at = page + scales + j * scale;
+    const Part<T> part = {keys + page + j * w, values + page + j * size, page_size, keys + at, values + at};
     if (!scratch || task.straight(first + kLanes)) return part;
-    for (int d = 0; d < size; d += w) std::memcpy(key + d * kLanes, part.keys + int64_t(d) * page_size, 4 * kLanes);
-    std::memcpy(value, part.values, sizeof(Element) * kLanes * size);
+    for (int d = 0; d < size; d += w) std::memcpy(key + d * kLanes, part.keys + int64_t(d) * page_size, bytes * kLanes);
+    std::memcpy(value, part.values, sizeof(Stored) * kLanes * size);
+    std::memcpy(key_scales, part.key_scales, kLanes * scale);
+    std::memcpy(value_scales, part.value_scales, kLanes * scale);
     while (begin < kLanes && task.straight(first + begin + 1)) ++begin;
   }
   for (int i = begin; i < kLanes && first + i <= task.last_position; ++i) {
     const int place = task.place(first + i), j = place % page_size;
-    const int64_t page = find(place);
+    const int64_t page = find(place), at = page + scales + j * scale;
     for (int d = 0; d < size; d += w)
-      std::memcpy(key + d * kLanes + i * w, keys + page + int64_t(d) * page_size + j * w, 4);
+      std::memcpy(key + d * kLanes + i * w, keys + page + int64_t(d) * page_size + j * w, bytes);
     for (int d = 0; d < size; ++d)
       value[value_place<T>(i, d, kLanes, size)] = values[page + value_place<T>(j, d, page_size, size)];
+    std::memcpy(key_scales + i * scale, keys + at, scale);
+    std::memcpy(value_scales + i * scale, values + at, scale);
   }
-  return {key, value, kLanes};
+  return {key, value, kLanes, key_scales, value_scales};
 }
 
 // Both parts of the block at `first`; where there is but one, it is seen twice and hidden once.
 template <class T>
-inline void find_block(Part<T>* parts, const Attention& a, typename T::Element* scratch, const Task& task, int first) {
+inline void find_block(Part<T>* parts, const Attention& a, typename T::Stored* scratch, const Task& task, int first) {
   parts[0] = parts[1] = find_part<T>(a, scratch, task, first);
   if (first + kLanes <= task.last_position)
-    parts[1] = find_part<T>(a, scratch ? scratch + kBlock * a.head_size : nullptr, task, first + kLanes);
+    parts[1] = find_part<T>(a, scratch ? scratch + kBlock * (a.head_size + kScaleBytes<T>) : nullptr, task, first + kLanes);
 }
 
 // Keys or values of a part, into the second-level cache: pages lie anywhere, and the processor
@@ -163,7 +200,8 @@ inline void find_block(Part<T>* parts, const Attention& a, typename T::Element* 
 // effects for one without purpose.
 template <class T>
 __attribute__((always_inline)) inline void fetch(const Part<T>& part, bool keys, int size) {
-  for (int d = 0; d < size; d += kPerWord<T>)
+  constexpr int line = 64 / (kLanes * sizeof(typename T::Stored));  // elements of sixteen tokens
+  for (int d = 0; d < size; d += line)
     __builtin_prefetch(keys ? part.keys + int64_t(d) * part.stride : part.values + d * kLanes, 0, 2);
 }
 

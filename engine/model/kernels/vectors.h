@@ -49,19 +49,22 @@ inline float largest(Vec v) { return reduce(v, [](Vec a, Vec b) { return max(a, 
 
 // exp(x) for x <= 0 to about 2 ulp: 2^n * e^r with |r| <= ln(2) / 2, and for e^r the polynomial of
 // degree 5 with p(0) = 1 whose largest relative error, 9e-8, is smallest.
-inline Vec exp_nonpositive(Vec x) {
-  x = max(x, broadcast(-87.0f));
-  const Vec magic = broadcast(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-  const Vec shifted = x * 1.44269504f + magic;
-  const Vec n = shifted - magic;
-  const Vec r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
-  Vec p = broadcast(0.00829026382f);
+// For vectors of any width.
+template <class V>
+inline V exp_nonpositive(V x) {
+  typedef decltype(V{} > V{}) I;
+  const V lowest = V{} - 87.0f, magic = V{} + 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+  x = x > lowest ? x : lowest;
+  const V shifted = x * 1.44269504f + magic;
+  const V n = shifted - magic;
+  const V r = (x - n * 0.693359375f) - n * -2.12194440e-4f;
+  V p = V{} + 0.00829026382f;
   p = p * r + 0.0418981648f;
   p = p * r + 0.166676387f;
   p = p * r + 0.499991477f;
   p = p * r + 0.999999702f;
   p = p * r + 1.0f;
-  return (Vec)((IVec)p + (((IVec)shifted - (IVec)magic) << 23));
+  return (V)((I)p + (((I)shifted - (I)magic) << 23));
 }
 
 inline Vec silu(Vec x) {
@@ -84,16 +87,19 @@ inline F dot_pairs(F sum, I a, I b) {
 
 struct Float32 {
   typedef float Element;
+  typedef float Stored;  // in the cache
   static float widen(float x) { return x; }
   static Vec widen(const float* p) { return load(p); }
   static float narrow(float x) { return x; }
-  static void narrow(float* to, Vec v) { store(to, v); }
+  template <class V>
+  static void narrow(float* to, const V& v) { std::memcpy(to, &v, sizeof v); }
   // sum + products of the elements in each lane's word
-  static Vec multiply_words(Vec sum, IVec a, IVec b) { return (Vec)a * (Vec)b + sum; }
+  template <class V, class I>
+  static V multiply_words(V sum, I a, I b) { return (V)a * (V)b + sum; }
 };
 
 struct BFloat16 {
-  typedef uint16_t Element;
+  typedef uint16_t Element, Stored;
   static float widen(uint16_t x) {
     const uint32_t bits = uint32_t(x) << 16;
     float f;
@@ -111,18 +117,21 @@ struct BFloat16 {
     if (x != x) return uint16_t(bits >> 16 | 0x40);
     return uint16_t((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
   }
-  static void narrow(uint16_t* to, Vec v) {
+  template <class V>
+  static void narrow(uint16_t* to, const V& v) {
 #if defined(__AVX512BF16__)  // takes denormal numbers for 0
     const __m256bh h = _mm512_cvtneps_pbh((__m512)v);
-    std::memcpy(to, &h, sizeof h);
 #else
-    const UVec bits = (UVec)v, rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-    const UVec nan = (UVec)(v != v);
-    const HVec h = __builtin_convertvector((rounded & ~nan) | ((bits >> 16 | 0x40) & nan), HVec);
-    std::memcpy(to, &h, sizeof h);
+    typedef decltype(v != v) Bits;
+    typedef uint16_t Halves __attribute__((vector_size(sizeof(V) / 2)));
+    const Bits bits = (Bits)v, nan = v != v;
+    const Bits rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    const Halves h = __builtin_convertvector((rounded & ~nan) | ((bits >> 16 | 0x40) & nan), Halves);
 #endif
+    std::memcpy(to, &h, sizeof h);
   }
-  static Vec multiply_words(Vec sum, IVec a, IVec b) { return dot_pairs(sum, a, b); }
+  template <class V, class I>
+  static V multiply_words(V sum, I a, I b) { return dot_pairs(sum, a, b); }
 };
 
 template <class T>

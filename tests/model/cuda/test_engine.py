@@ -23,7 +23,7 @@ from tests.fakes import Run, Setup, ask, make_engine, run
 from tests.tiny_models import VOCAB, generated, make_model
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-COUNT = 9
+COUNT = 7
 
 
 @functools.cache

@@ -1,0 +1,1 @@
+"""Frameworks against a running server: `python -m tools.clients`."""
