@@ -13,13 +13,18 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
+import re
 import shutil
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, nullcontext, suppress
+from pathlib import Path
+from urllib.parse import urlencode
 
 import httpx
 from rich.console import Console
 
+import server.ui
 from loadtest import workloads
 from loadtest.asking import Asking
 from loadtest.client import Client
@@ -32,8 +37,17 @@ from loadtest.workloads import WorkloadSize
 PLAIN = Arm("no page")
 OPEN = Arm("page open", {"speculation": {"trace": True}})
 
-#: What the state view asks for, and how often.
-POLLED = ("/v1/speculation/status", "/metrics")
+
+def polled() -> list[str]:
+    """What the state view asks for."""
+    text = (Path(server.ui.__file__).parent / "state.js").read_text("utf-8")
+    found = re.search(r"METRICS = (\[[^]]*\])", text)
+    assert found is not None
+    names = urlencode([("name[]", name) for name in json.loads(found[1])])
+    return ["/v1/speculation/status", f"/metrics?{names}"]
+
+
+#: How often.
 POLL_SECONDS = 2.0
 
 
@@ -41,10 +55,12 @@ POLL_SECONDS = 2.0
 async def polling(url: str) -> AsyncIterator[None]:
     """Asks as the state view does, as long as the context is open."""
 
+    paths = polled()
+
     async def poll() -> None:
         async with httpx.AsyncClient(trust_env=False, timeout=60) as client:
             while True:
-                answers = await asyncio.gather(*(client.get(url + path) for path in POLLED))
+                answers = await asyncio.gather(*(client.get(url + path) for path in paths))
                 for answer in answers:
                     answer.raise_for_status()
                 await asyncio.sleep(POLL_SECONDS)

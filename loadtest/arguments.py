@@ -157,15 +157,26 @@ def _target(text: str) -> Target:
     name, equals, url = text.partition("=")
     if not equals or "://" in name:
         name, url = "server", text
-    url = url.rstrip("/").removesuffix("/v1")
-    parts = urlsplit(url)
-    if not name or parts.scheme not in ("http", "https") or not parts.hostname:
+    if not name:
         raise argparse.ArgumentTypeError(f"{text!r} is not like name=http://host:port")
+    return Target(name, base_url(url))
+
+
+def base_url(text: str) -> str:
+    """A server's address without `/v1`, which may be given or not.
+
+    Raises:
+        ArgumentTypeError: it is none, or holds a password.
+    """
+    url = text.rstrip("/").removesuffix("/v1")
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise argparse.ArgumentTypeError(f"{text!r} is not like http://host:port")
     if parts.username is not None:
         raise argparse.ArgumentTypeError(
             "a URL with a password would end up in reports; use --api-key-env"
         )
-    return Target(name, url)
+    return url
 
 
 def _arm(text: str) -> Arm:

@@ -45,7 +45,8 @@ class Answer:
     """How one request went. Times are seconds since it started.
 
     `error` is a short kind ("http 503", "timeout", "connection", "stream", "malformed",
-    "incomplete") or None; `detail` is its message.
+    "incomplete") or None; `detail` is its message. What speculation did is None where a server
+    does not tell (specserve does, in the last chunk).
     """
 
     started: float  # time.perf_counter()
@@ -54,6 +55,9 @@ class Answer:
     prompt_tokens: int | None = None
     cached_tokens: int | None = None
     output_tokens: int | None = None
+    passes: int | None = None
+    drafted: int | None = None
+    accepted: int | None = None
     text: str = ""
     finish_reason: str | None = None
     error: str | None = None
@@ -119,6 +123,7 @@ class Meter:
         self._text: list[str] = []
         self._seen = 0  # completion tokens told so far
         self._usage: Mapping[str, Any] = {}
+        self._speculation: object = None
         self._finish_reason: str | None = None
 
     def feed(self, now: float, event: object) -> None:
@@ -138,6 +143,7 @@ class Meter:
             raise StreamError("malformed", "an event lacks `choices`, or `usage` is no object")
         if usage:
             self._usage = usage
+        self._speculation = event.get("speculation") or self._speculation
         if choices:
             self._take(now - self._started, choices[0], usage)
 
@@ -174,6 +180,9 @@ class Meter:
             prompt_tokens=_count(self._usage, "prompt_tokens"),
             cached_tokens=_count(details, "cached_tokens"),
             output_tokens=_count(self._usage, "completion_tokens"),
+            passes=_count(self._speculation, "target_passes"),
+            drafted=_count(self._speculation, "drafted"),
+            accepted=_count(self._speculation, "accepted"),
             text="".join(self._text),
             finish_reason=self._finish_reason,
             error=error,

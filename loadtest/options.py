@@ -85,7 +85,18 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
         UsageError: arguments contradict each other.
     """
     given = make_parser().parse_args(arguments)
-    arms = _arms(given)
+    return make_options(given, _arms(given))
+
+
+def make_options(given: argparse.Namespace, arms: Sequence[Arm]) -> Options:
+    """A run of these arms, the baseline first.
+
+    Args:
+        given: what `make_parser` parses.
+
+    Raises:
+        UsageError: arguments contradict each other.
+    """
     targets = tuple(given.target or [Target("server", "http://127.0.0.1:8000")])
     _distinct("--target", [target.name for target in targets])
     _distinct("--arm", [arm.name for arm in arms])
@@ -103,7 +114,7 @@ def parse(arguments: Sequence[str] | None = None) -> Options:
         targets=tuple(
             Target(target.name, target.url, given.model or target.model) for target in targets
         ),
-        arms=arms,
+        arms=tuple(arms),
         levels=levels,
         rounds=rounds,
         requests=given.requests,

@@ -1,7 +1,8 @@
-"""PNG plots of a report. Needs matplotlib, which only the `loadtest` extra installs."""
+"""Plots of a report. Needs matplotlib, which only the `loadtest` extra installs."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -34,24 +35,40 @@ def _new_figure(columns: int) -> Any:
     return Figure(figsize=(1 + 5 * columns, 4.5), layout="constrained")
 
 
+def figures(report: Report) -> dict[str, Any]:
+    """Name -> figure, of those for which there are numbers.
+
+    Raises:
+        PlotsUnavailable: matplotlib is not installed.
+    """
+    made = {"throughput": _throughput(report)}
+    for quantity, read in (("TTFT", _ttft), ("TPOT", _tpot)):
+        made[quantity.lower()] = _distribution(report, quantity, read)
+    if report.ratios:
+        made["ratios"] = _ratios(report)
+    return made
+
+
 def write_plots(report: Report, directory: Path) -> list[Path]:
     """Writes the plots for which there are numbers; returns their paths.
 
     Raises:
         PlotsUnavailable: matplotlib is not installed.
     """
-    throughput = directory / "throughput.png"
-    _throughput(report).savefig(throughput, dpi=120)
-    paths = [throughput]
-    for quantity, read in (("TTFT", _ttft), ("TPOT", _tpot)):
-        path = directory / f"{quantity.lower()}.png"
-        _distribution(report, quantity, read).savefig(path, dpi=120)
-        paths.append(path)
-    if report.ratios:
-        path = directory / "ratios.png"
-        _ratios(report).savefig(path, dpi=120)
+    paths = []
+    for name, figure in figures(report).items():
+        path = directory / f"{name}.png"
+        figure.savefig(path, dpi=120)
         paths.append(path)
     return paths
+
+
+def as_svg(figure: Any) -> bytes:
+    """A figure as SVG without a word about where and when it was made."""
+    drawn = io.BytesIO()
+    nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    figure.savefig(drawn, format="svg", metadata=nothing)
+    return drawn.getvalue()
 
 
 def _ttft(answer: Answer) -> float | None:

@@ -6,7 +6,14 @@ from types import TracebackType
 from typing import Self
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 from rich.progress import Progress as Bars
 
 from loadtest.measure import Answer
@@ -18,14 +25,15 @@ from loadtest.stats import successes, throughput
 class LiveProgress:
     """Follows a run of `blocks` blocks on `console`; a context manager.
 
-    On a terminal one bar shows the running block; in a log only finished blocks are printed.
+    On a terminal one bar shows the running block and one the whole run; in a log only finished
+    blocks are printed.
     """
 
     def __init__(self, console: Console, blocks: int) -> None:
         self._console = console
         self._blocks = blocks
         self._started = 0
-        self._failed = 0
+        self._failed = self._all_failed = 0
         self._task: TaskID | None = None
         self._bars = Bars(
             TextColumn("{task.description}", markup=False),
@@ -33,12 +41,14 @@ class LiveProgress:
             MofNCompleteColumn(),
             TextColumn("{task.fields[failed]} failed"),
             TimeElapsedColumn(),
+            TimeRemainingColumn(),
             console=console,
             disable=not console.is_terminal,
             transient=True,
         )
 
     def __enter__(self) -> Self:
+        self._whole = self._bars.add_task("all", total=self._blocks, failed=0)
         self._bars.start()
         return self
 
@@ -73,6 +83,8 @@ class LiveProgress:
         if self._task is not None:
             self._bars.remove_task(self._task)
             self._task = None
+        self._all_failed += sum(record.answer.error is not None for record in result.records)
+        self._bars.update(self._whole, advance=1, failed=self._all_failed)
         good = len(successes([result]))
         rate = throughput([result])
         speed = "unknown tok/s" if rate is None else f"{rate:.1f} tok/s"

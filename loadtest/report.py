@@ -1,34 +1,18 @@
-"""What a run found: tables for a terminal, Markdown and JSON for keeping."""
+"""What a run found, and as JSON for keeping."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
-
-from rich.console import Console
-from rich.table import Table
 
 from loadtest.compare import MIN_ROUNDS, Equality, Ratio, check_equal, ratios
 from loadtest.plan import Lane, Level
 from loadtest.runner import DEAD_AFTER, BlockResult, Record
-from loadtest.stats import Slo, Spread, Summary, summarise
+from loadtest.stats import Slo, Summary, summarise
 
 #: A client whose timers are later than this (seconds) was itself a bottleneck.
 _BUSY_CLIENT = 0.02
-
-#: Mismatches shown in a table; the JSON holds all.
-_SHOWN_MISMATCHES = 10
-
-#: Title, head and rows of a table.
-_Table = tuple[str, tuple[str, ...], list[tuple[str, ...]]]
-
-_HEAD = (
-    "level", "lane", "ok", "failed", "tok/s", "req/s", "TTFT p50 / p99 ms",
-    "TPOT p50 / p99 ms", "ITL p50 / p99 ms", "tok/chunk", "goodput req/s",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,129 +93,6 @@ def _gave_up(result: BlockResult) -> bool:
     return last == ["connection"] * DEAD_AFTER
 
 
-def _number(value: float | None, digits: int = 1) -> str:
-    return "unknown" if value is None else f"{value:.{digits}f}"
-
-
-def _milliseconds(values: Spread | None) -> str:
-    if values is None:
-        return "unknown"
-    return f"{1000 * values.p50:.1f} / {1000 * values.p99:.1f}"
-
-
-def _summary_rows(summaries: Iterable[Summary]) -> list[tuple[str, ...]]:
-    return [
-        (
-            s.level,
-            s.lane,
-            str(s.requests - s.failed),
-            ", ".join(f"{count} {kind}" for kind, count in s.errors.items()) or "0",
-            _number(s.tokens_per_second),
-            _number(s.requests_per_second, 2),
-            _milliseconds(s.ttft),
-            _milliseconds(s.tpot),
-            _milliseconds(s.inter_token),
-            _number(s.tokens_per_chunk, 2),
-            "no SLO"
-            if s.goodput is None
-            else f"{s.goodput:.2f} ({100 * (s.good_share or 0):.0f} %)",
-        )
-        for s in summaries
-    ]
-
-
-def _ratio_rows(found: Iterable[Ratio]) -> list[tuple[str, ...]]:
-    return [
-        (
-            r.level,
-            r.lane,
-            r.statistic,
-            _value(r, r.baseline_value),
-            _value(r, r.value),
-            f"{r.ratio:.3f}",
-            "unknown" if r.low is None or r.high is None else f"{r.low:.3f} to {r.high:.3f}",
-            str(r.rounds),
-        )
-        for r in found
-    ]
-
-
-def _value(ratio: Ratio, value: float) -> str:
-    return f"{value:.1f}" if "per second" in ratio.statistic else f"{1000 * value:.1f} ms"
-
-
-def _mismatch_rows(equality: Equality) -> list[tuple[str, ...]]:
-    return [
-        (m.level, m.lane, f"{m.index}.{m.turn}", m.category, m.what, str(m.at),
-         repr(m.baseline_excerpt), repr(m.excerpt))
-        for m in equality.mismatches[:_SHOWN_MISMATCHES]
-    ]  # fmt: skip
-
-
-def _tables(report: Report) -> list[_Table]:
-    """Every table that has rows."""
-    base = report.lanes[0].name
-    tables: list[_Table] = [("Load", _HEAD, _summary_rows(report.summaries))]
-    head: tuple[str, ...] = (
-        "level",
-        "lane",
-        "statistic",
-        base,
-        "lane's",
-        "ratio",
-        "95 % interval",
-        "rounds",
-    )
-    tables.append((f"Compared with {base}", head, _ratio_rows(report.ratios)))
-    if report.equality is not None:
-        head = ("level", "lane", "request", "category", "differs in", "at", base, "lane's")
-        tables.append(("Different answers", head, _mismatch_rows(report.equality)))
-    return [table for table in tables if table[2]]
-
-
-def _equality_line(equality: Equality) -> str:
-    return (
-        f"Equality: {equality.compared} pairs compared, {len(equality.mismatches)} different, "
-        f"{equality.skipped} not comparable (failed or not asked)."
-    )
-
-
-def show(report: Report, console: Console) -> None:
-    """Prints tables and notes."""
-    for title, head, rows in _tables(report):
-        table = Table(title=title, title_justify="left", title_style="bold")
-        for name in head:
-            table.add_column(name, overflow="fold")
-        for row in rows:
-            table.add_row(*(cell.replace("[", r"\[") for cell in row))
-        console.print(table)
-    if report.equality is not None:
-        console.print(_equality_line(report.equality), highlight=False, soft_wrap=True)
-    for note in report.notes:
-        console.print(f"Note: {note}", highlight=False, markup=False, soft_wrap=True)
-
-
-def markdown(report: Report) -> str:
-    """The report as a Markdown document."""
-    lines = ["# Load test", ""]
-    lines += _markdown_table(
-        ("setting", "value"), [(key, json.dumps(v)) for key, v in report.settings.items()]
-    )
-    for title, head, rows in _tables(report):
-        lines += [f"## {title}", "", *_markdown_table(head, rows)]
-    if report.equality is not None:
-        lines += [_equality_line(report.equality), ""]
-    lines += [f"- {note}" for note in report.notes]
-    return "\n".join(lines).rstrip() + "\n"
-
-
-def _markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    def line(cells: Iterable[str]) -> str:
-        return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
-
-    return [line(head), line("---" for _ in head), *(line(row) for row in rows), ""]
-
-
 def as_json(report: Report) -> dict[str, Any]:
     """The report and every request's measurements; neither prompts nor answers."""
     return {
@@ -274,12 +135,3 @@ def _record_json(record: Record) -> dict[str, Any]:
         "detail": answer.detail,
         "chunks": [[round(chunk.at, 6), chunk.tokens] for chunk in answer.chunks],
     }
-
-
-def write(report: Report, directory: Path) -> list[Path]:
-    """Writes `results.json` and `report.md` into `directory`, which is made if need be."""
-    directory.mkdir(parents=True, exist_ok=True)
-    data, text = directory / "results.json", directory / "report.md"
-    data.write_text(json.dumps(as_json(report), indent=1, allow_nan=False) + "\n", "utf-8")
-    text.write_text(markdown(report), "utf-8")
-    return [data, text]

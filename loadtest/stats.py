@@ -41,6 +41,8 @@ class Summary:
         tokens_per_second: output tokens / seconds: a ratio of sums.
         median_tokens_per_second: the median over rounds.
         tokens_per_chunk: output tokens / chunks, where chunks are counted.
+        tokens_per_pass: output tokens / passes of the model, where a server tells those.
+        acceptance: accepted / checked draft tokens, the same; None without any.
         goodput: successful requests a second that kept to the SLO; None without an SLO.
         good_share: the same as a share of all requests.
         errors: failed requests by kind.
@@ -59,6 +61,8 @@ class Summary:
     tokens_per_second: float | None
     median_tokens_per_second: float | None
     tokens_per_chunk: float | None
+    tokens_per_pass: float | None
+    acceptance: float | None
     ttft: Spread | None
     tpot: Spread | None
     inter_token: Spread | None
@@ -137,6 +141,8 @@ def summarise(lane: Lane, level: Level, blocks: Sequence[BlockResult], slo: Slo)
         if any(rate is not None for rate in by_round)
         else None,
         tokens_per_chunk=_tokens_per_chunk(good),
+        tokens_per_pass=_share([a.output_tokens for a in good], [a.passes for a in good]),
+        acceptance=_share([a.accepted for a in good], [a.drafted for a in good]),
         ttft=spread_of(answer.ttft for answer in good),
         tpot=spread_of(answer.tpot for answer in good),
         inter_token=spread(gap for answer in good for gap in answer.token_gaps()),
@@ -153,6 +159,12 @@ def summarise(lane: Lane, level: Level, blocks: Sequence[BlockResult], slo: Slo)
 def _tokens_per_chunk(answers: Iterable[Answer]) -> float | None:
     counts = [chunk.tokens for a in answers if a.counted for chunk in a.chunks if chunk.tokens]
     return sum(counts) / len(counts) if counts else None
+
+
+def _share(parts: Sequence[int | None], wholes: Sequence[int | None]) -> float | None:
+    """The sum of the ones over that of the others; None where either is unknown, or of nothing."""
+    part, whole = total(parts), total(wholes)
+    return part / whole if part is not None and whole else None
 
 
 def _within(answers: Iterable[Answer], slo: Slo) -> int | None:

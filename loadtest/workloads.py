@@ -45,7 +45,8 @@ def load(workload: str, size: WorkloadSize) -> list[Prompt]:
     """The prompts of a workload, shuffled by `size.seed`.
 
     Args:
-        workload: one of `NAMES`, or the path of a JSONL file.
+        workload: one of `NAMES`, or the path of a JSONL file, or of a .txt file whose lines are
+            prompts.
         size: for synthetic families; a file is taken whole.
 
     Raises:
@@ -60,6 +61,11 @@ def load(workload: str, size: WorkloadSize) -> list[Prompt]:
         prompts = synthetic.shared_prefix(rng, lengths, size.groups)
     elif make := FAMILIES.get(workload):
         prompts = [make(rng, rng.randint(*size.words), i) for i in range(size.count)]
+    elif workload.endswith(".txt"):
+        lines = [line.strip() for line in _lines(workload)]
+        prompts = [Prompt((line,)) for line in lines if line]
+        if not prompts:
+            raise UsageError(f"{workload} holds no prompts; write one a line.")
     else:
         prompts = parse_jsonl(_lines(workload), workload)
     rng.shuffle(prompts)

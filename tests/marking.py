@@ -22,6 +22,7 @@ PLACES = {
     "tests/model/cuda": "slow",
     "tests/sampling/test_keyed_verify.py": "slow",
     "tests/server/test_fuzz.py": "slow",
+    "tests/server/test_probe.py": "process",
     "tests/tools": "slow",
 }
 

@@ -130,19 +130,19 @@ def test_same_tokens_and_logprobs_with_speculation(setup: Setup, turn: int, draf
 
 
 def test_same_under_preemption(setup: Setup) -> None:
-    expected = baseline(setup, 0, None)
+    expected = baseline(setup, 3, None)
     for drafter in ("none", "lookup"):
         engine = make_engine(setup, drafter=drafter, page_size=4, num_pages=30)
-        done = run(engine, requests(logprobs=0), check=True)
+        done = run(engine, requests(logprobs=3), check=True)
         assert done.preemptions
         check_same(done, expected)
 
 
 def test_same_in_small_steps(setup: Setup) -> None:
     """A budget so small that prompts are cut into chunks and drafts are cut short."""
-    expected = baseline(setup, 0, None)
+    expected = baseline(setup, 3, None)
     engine = make_engine(setup, drafter="lookup", max_sequences=3, max_batch_tokens=5)
-    check_same(run(engine, requests(logprobs=0)), expected)
+    check_same(run(engine, requests(logprobs=3)), expected)
 
 
 @pytest.mark.parametrize("drafter", ["none", "lookup"])

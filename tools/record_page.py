@@ -1,6 +1,6 @@
 """Records the page at work, in a real browser, with a real server and model: for README and docs.
 
-    python -m tools.record_page [--url http://127.0.0.1:8000] [--output docs]
+    python -m tools.record_page [--url http://127.0.0.1:8000] [--output docs] [--tokens 160]
 
 Writes `page.png`, a chat whose tokens are coloured by source; `state.png`, the state view; and
 `page.webp`, a chat and a race as they happened: pictures taken as fast as the browser gives them,
@@ -104,23 +104,22 @@ class Film:
         print(f"{file}: {len(self._frames)} pictures, {seconds:.1f} s, {file.stat().st_size} bytes")
 
 
-def record(page: Any, url: str, output: Path) -> None:
-    """Plays the scenes."""
+def record(page: Any, url: str, output: Path, tokens: int) -> None:
+    """Plays the scenes, with answers of at most so many tokens."""
     page.goto(url + "/")
     page.wait_for_selector("#model:not(:empty)")
     for _ in range(2):  # until there is something to compare with, and the speed-up is known
-        _say(page, WARM_UP, 200)
+        _say(page, WARM_UP, tokens)
         page.wait_for_selector("#send:enabled")
     page.click("#clear")
     film = Film(page)
-    _say(page, CHAT, 200)
+    _say(page, CHAT, tokens)
     film.follow("#send:enabled")
     page.check("#refused")
     page.screenshot(path=str(output / "page.png"))
     page.uncheck("#refused")
     page.click("#tab-race")
     page.fill("#race-prompt", RACE)
-    page.fill("#max-tokens", "160")
     page.click("#race-start")
     film.follow("#race-start:enabled")
     film.write(output / "page.webp")
@@ -143,6 +142,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--url", help="of a running server without keys; else one is started")
     parser.add_argument("--output", type=Path, default=Path("docs"))
+    parser.add_argument("--tokens", type=int, default=160, help="of an answer, at most")
     arguments = parser.parse_args()
     path = shutil.which("chromium") or shutil.which("chromium-browser")
     log = Path(arguments.output) / "record_page.log"
@@ -150,7 +150,7 @@ def main() -> None:
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
         page = browser.new_page(viewport=SIZE)
         page.set_default_timeout(600_000)
-        record(page, url, arguments.output)
+        record(page, url, arguments.output, arguments.tokens)
         browser.close()
     log.unlink(missing_ok=True)
 

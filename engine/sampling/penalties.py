@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from engine.sampling.rows import SamplingRow
+from engine.sampling.threads import one_thread
 
 _LARGEST = torch.finfo(torch.float32).max
 
@@ -50,6 +51,7 @@ def adjusts(row: SamplingRow) -> bool:
     )
 
 
+@one_thread()
 def adjust(logits: Tensor, row: SamplingRow, prompts: Prompts) -> None:
     """Applies penalties, bias and masks in place.
 

@@ -19,6 +19,9 @@ from server.api.errors import ApiError
 #: Larger bodies are parsed in a worker thread, so that open streams do not stutter.
 OFFLOAD_BYTES = 128 * 1024
 
+#: Fields of a body. Each is looked at, while nobody else is served.
+MOST_FIELDS = 1024
+
 _SURROGATE_ESCAPE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -27,7 +30,7 @@ def parse_json(body: bytes) -> dict[str, Any]:
 
     Raises:
         ApiError: 400; not UTF-8, not JSON (NaN and Infinity are not), nested too deeply, a
-            duplicate key, half a surrogate pair, or not an object.
+            duplicate key, half a surrogate pair, not an object, or too many fields.
     """
     if not body.strip():
         raise ApiError(400, "The request has no body; send a JSON object.")
@@ -55,6 +58,8 @@ def parse_json(body: bytes) -> dict[str, Any]:
         raise ApiError(400, f"The body is not valid JSON: {error}.") from None
     if not isinstance(value, dict):
         raise ApiError(400, f"The body is a JSON {_json_type(value)}; send an object.")
+    if len(value) > MOST_FIELDS:
+        raise ApiError(400, f"The body has {len(value)} fields; at most {MOST_FIELDS} are allowed.")
     return value
 
 

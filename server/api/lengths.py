@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from engine.errors import ContextLengthExceeded
 from engine.types import EngineInfo
@@ -76,6 +77,23 @@ def check_texts(
             f"{len(text)} characters, which make at least {least} tokens. Shorten it.",
             param,
         )
+
+
+def check_messages(
+    messages: Iterable[Mapping[str, Any]],
+    codec: TextCodec,
+    info: EngineInfo,
+    *,
+    truncates: bool = False,
+) -> None:
+    """The same for a conversation before its template is run, which takes time as well. What users
+    and the system say is what every template keeps, but for blanks around it.
+
+    Raises:
+        ContextLengthExceeded: as `check_texts`.
+    """
+    kept = (m["content"].strip() for m in messages if m["role"] in ("user", "system"))
+    check_texts(["".join(kept)], codec, info, "messages", truncates=truncates)
 
 
 def truncated(

@@ -29,6 +29,10 @@ MEDIA = {
 }
 
 
+#: Parts of one message. Each is looked at, while nobody else is served.
+MOST_PARTS = 1024
+
+
 class TextPart(BaseModel):
     """A piece of text."""
 
@@ -53,6 +57,8 @@ def _check_content(value: Any) -> str | list[TextPart]:
         return value
     if not isinstance(value, list) or not value:
         raise ValueError("send a string, or a non-empty list of parts with type text")
+    if len(value) > MOST_PARTS:
+        raise ValueError(f"it has {len(value)} parts; at most {MOST_PARTS} are allowed")
     return [_check_part(index, part) for index, part in enumerate(value)]
 
 
@@ -67,7 +73,7 @@ def _check_part(index: int, part: Any) -> TextPart:
     raise ValueError(f'part {index} must be such as {{"type": "text", "text": "..."}}')
 
 
-_Parts = Annotated[list[TextPart], Field(min_length=1)]
+_Parts = Annotated[list[TextPart], Field(min_length=1, max_length=MOST_PARTS)]
 Content = Annotated[
     str | list[TextPart], PlainValidator(_check_content, json_schema_input_type=str | _Parts)
 ]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
 from prometheus_client import CONTENT_TYPE_LATEST
 from starlette.responses import JSONResponse, Response
 from typing_extensions import TypedDict
@@ -14,7 +14,7 @@ from server.api.checks import check_model, require, template_variables
 from server.api.context import ServerContext
 from server.api.conversation import check_tools
 from server.api.errors import ApiError
-from server.api.lengths import check_texts
+from server.api.lengths import check_messages, check_texts
 from server.api.sampling import check_token_ids
 from server.api.schemas import DetokenizeRequest, TokenizeRequest
 from server.text.codec import TextCodec
@@ -67,11 +67,13 @@ def _add_health(router: APIRouter, context: ServerContext) -> None:
         return JSONResponse({"status": "ok"})
 
     @router.get("/metrics", tags=["health"], response_class=Response, responses=_METRICS)
-    async def metrics() -> Response:
-        """Prometheus metrics."""
+    async def metrics(
+        names: Annotated[list[str], Query(alias="name[]", default_factory=list)],
+    ) -> Response:
+        """Prometheus metrics; all, or the samples that are named."""
         up = context.status() == "ready"
         text = context.metrics.render(
-            context.engine.info if up else None, step_age=context.engine.step_age
+            context.engine.info if up else None, step_age=context.engine.step_age, names=names
         )
         return Response(text, media_type=CONTENT_TYPE_LATEST)
 
@@ -117,7 +119,7 @@ def _add_tokenizer(router: APIRouter, context: ServerContext) -> None:
         """The token ids of a text or of a conversation."""
         codec = context.codec()
         check_model(context, body.model)
-        text, field = await _text_to_tokenize(codec, body)
+        text, field = await _text_to_tokenize(context, codec, body)
         check_texts([text], codec, context.engine.info, field)
         special = body.add_special_tokens
         if special is None:
@@ -149,7 +151,9 @@ def _add_tokenizer(router: APIRouter, context: ServerContext) -> None:
         return {"prompt": text, "content": text}
 
 
-async def _text_to_tokenize(codec: TextCodec, body: TokenizeRequest) -> tuple[str, str]:
+async def _text_to_tokenize(
+    context: ServerContext, codec: TextCodec, body: TokenizeRequest
+) -> tuple[str, str]:
     """The text, and the field it came from."""
     fields = [name for name in ("prompt", "content", "messages") if getattr(body, name) is not None]
     if len(fields) > 1:
@@ -159,8 +163,10 @@ async def _text_to_tokenize(codec: TextCodec, body: TokenizeRequest) -> tuple[st
         raise ApiError(400, "Send prompt, content or messages.", param="prompt")
     [field] = fields
     if body.messages is not None:
+        messages = check_tools(body.messages, codec.template)
+        check_messages(messages, codec, context.engine.info)
         text = await codec.write_chat(
-            check_tools(body.messages, codec.template),
+            messages,
             add_generation_prompt=body.add_generation_prompt is not False,
             variables=variables,
         )

@@ -14,6 +14,7 @@ from server.api.conversation import last_text
 from server.api.errors import ApiError
 from server.api.messages import ChatMessage
 from server.api.schemas import ReasoningFields
+from server.api.tools import ToolUse
 from server.text.choice import Delta
 from server.text.codec import TextCodec
 from server.text.reasoning import (
@@ -127,3 +128,11 @@ def reasoning_delta(delta: Delta) -> list[dict[str, Any]]:
     """The same of a stream's chunk, if there is any."""
     thought = delta.reasoning
     return [{"reasoning_content": thought, "reasoning": thought}] if thought else []
+
+
+def signs_by_control(codec: TextCodec, use: ToolUse | None, form: ReasoningFormat | None) -> bool:
+    """Whether calls or thoughts begin or end with a control token, which has to be read then."""
+    signs = {form.begin, form.end} if form is not None else set[str]()
+    if use is not None:
+        signs.add(use.form.begin.strip())
+    return not signs.isdisjoint(codec.special_ids)

@@ -159,12 +159,16 @@ def _chat_choice(choice: str | ChosenFunction | None) -> Any:
 # --------------------------------------------------------------------------------- messages
 
 
+def _said(**fields: Any) -> ChatMessage:
+    return ChatMessage.model_validate(fields)
+
+
 def _messages(body: ResponseRequest) -> list[ChatMessage]:
     messages = []
     if body.instructions is not None:
-        messages.append(ChatMessage(role="system", content=body.instructions))
+        messages.append(_said(role="system", content=body.instructions))
     if isinstance(body.input, str):
-        return [*messages, ChatMessage(role="user", content=body.input)]
+        return [*messages, _said(role="user", content=body.input)]
     return [*messages, *_conversation(body.input)]
 
 
@@ -177,7 +181,7 @@ def _conversation(items: Sequence[InputItem]) -> list[ChatMessage]:
             _add_message(messages, item)
         elif isinstance(item, ReasoningItem):
             if item.text:
-                messages.append(ChatMessage(role="assistant", reasoning_content=item.text))
+                messages.append(_said(role="assistant", reasoning_content=item.text))
         elif isinstance(item, CallItem):
             called.add(item.call_id)
             _add_call(messages, item)
@@ -190,7 +194,7 @@ def _conversation(items: Sequence[InputItem]) -> list[ChatMessage]:
                     param="input",
                 )
             output = joined(item.output)
-            messages.append(ChatMessage(role="tool", content=output, tool_call_id=item.call_id))
+            messages.append(_said(role="tool", content=output, tool_call_id=item.call_id))
     return messages
 
 
@@ -202,7 +206,7 @@ def _add_message(messages: list[ChatMessage], item: MessageItem) -> None:
     if item.role == "assistant" and last is not None and bare:
         messages[-1] = last.model_copy(update={"content": content})
     else:
-        messages.append(ChatMessage(role=item.role, content=content))
+        messages.append(_said(role=item.role, content=content))
 
 
 def _add_call(messages: list[ChatMessage], item: CallItem) -> None:
@@ -213,4 +217,4 @@ def _add_call(messages: list[ChatMessage], item: CallItem) -> None:
         last = messages[-1]
         messages[-1] = last.model_copy(update={"tool_calls": [*(last.tool_calls or ()), call]})
     else:
-        messages.append(ChatMessage(role="assistant", tool_calls=[call]))
+        messages.append(_said(role="assistant", tool_calls=[call]))

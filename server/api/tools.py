@@ -12,6 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from engine.grammar import Grammar
 from engine.types import EngineInfo
+from server.api.context import ServerContext
 from server.api.errors import ApiError, quote
 from server.text.call_reader import CallPiece, CallReader
 from server.text.calls import FORMATS, CallFormat, calls_grammar, format_of
@@ -92,16 +93,14 @@ class ToolUse:
 
 
 async def tool_use(
+    context: ServerContext,
     codec: TextCodec,
     body: ToolFields,
-    info: EngineInfo,
-    tool_format: str | None,
     answer: GrammarSource | None = None,
 ) -> ToolUse | None:
     """What a request's tools ask for; None = nothing, its answer is text.
 
     Args:
-        tool_format: how the model writes calls; None = as its template tells.
         answer: the schema of answers that call none, if there is one.
 
     Raises:
@@ -133,8 +132,8 @@ async def tool_use(
         return None
     if named is not None:
         tools = {named: tools[named]}
-    form, grammar = FORMATS[tool_format or kind], None
-    required = named is not None or choice == "required"
+    form, grammar = FORMATS[context.options.tool_format or kind], None
+    required, info = named is not None or choice == "required", context.engine.info
     if required or answer is not None or any(tool.strict for tool in tools.values()):
         schemas = await _schemas(codec, tools, required, info)
         many = body.parallel_tool_calls is not False and named is None

@@ -26,11 +26,12 @@ from server.api.errors import ApiError
 from server.api.formats import answer_schema
 from server.api.generation import Job
 from server.api.infill import check_suffix
-from server.api.lengths import Count, check_texts, max_tokens, truncated
+from server.api.lengths import Count, check_messages, check_texts, max_tokens, truncated
 from server.api.reasoning import (
     reasoning_budget,
     reasoning_format,
     reasoning_phase,
+    signs_by_control,
     thought_grammar,
 )
 from server.api.sampling import check_token_ids, sampling_params
@@ -123,19 +124,20 @@ async def chat_job(context: ServerContext, codec: TextCodec, body: ChatCompletio
             "continue_final_message and add_generation_prompt exclude each other.",
             param="continue_final_message",
         )
-    info, answer = context.engine.info, answer_schema(body)
-    use = await tool_use(codec, body, info, options.tool_format, answer)
+    use = await tool_use(context, codec, body, answer_schema(body))
     form = reasoning_format(context, codec)
     budget = reasoning_budget(body, form)
     wishes = await _wishes(context, codec, body, count, use, form)
+    messages = check_tools(body.messages, codec.template)
+    cuts = body.truncate_prompt_tokens is not None
+    check_messages(messages, codec, context.engine.info, truncates=cuts)
     text = await codec.write_chat(
-        check_tools(body.messages, codec.template),
+        messages,
         add_generation_prompt=body.add_generation_prompt is not False and not continued,
         continue_final_message=continued,
         variables=template_variables(body),
         tools=tools_of(body),
     )
-    cuts = body.truncate_prompt_tokens is not None
     check_texts([text], codec, context.engine.info, "messages", truncates=cuts)
     if form is not None:
         phase = reasoning_phase(form, text, body.messages, continued=continued)
@@ -187,7 +189,7 @@ async def _wishes(
             codec, body, context.engine.info, context.options.allow_trace
         ),
         rules=_text_rules(
-            body, sampling, context.engine.info, keep_control=_signs_by_control(codec, use, form)
+            body, sampling, context.engine.info, keep_control=signs_by_control(codec, use, form)
         ),
         tools=use,
     )
@@ -204,9 +206,8 @@ def _job(
     arrival, unique = time.monotonic(), uuid.uuid4().hex
     requests = []
     for index, prompt in enumerate(prompts):
-        kept = truncated(
-            prompt, count, info, keep=body.truncate_prompt_tokens, side=body.truncation_side
-        )
+        keep, side = body.truncate_prompt_tokens, body.truncation_side
+        kept = truncated(prompt, count, info, keep=keep, side=side)
         limit = max_tokens(len(kept), count, info)  # what cannot fit is not looked at
         check_token_ids(kept, info, "prompt")
         requests.append(
@@ -245,14 +246,6 @@ async def _thoughtful(
         sampling=replace(wishes.sampling, grammar=grammar),
         rules=replace(wishes.rules, reasoning=rules),
     )
-
-
-def _signs_by_control(codec: TextCodec, use: ToolUse | None, form: ReasoningFormat | None) -> bool:
-    """Whether calls or thoughts begin or end with a control token, which has to be read then."""
-    signs = {form.begin, form.end} if form is not None else set[str]()
-    if use is not None:
-        signs.add(use.form.begin.strip())
-    return not signs.isdisjoint(codec.special_ids)
 
 
 def _text_rules(

@@ -1,4 +1,4 @@
-"""The `specserve` command: serve, generate, pull, audit, plan, train-drafter,
+"""The `specserve` command: serve, generate, chat, bench, pull, audit, plan, train-drafter,
 doctor.
 
 Exit codes: 0 done, 1 the engine died, a request failed or an audit found a fault, 2 a mistake
@@ -15,8 +15,8 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn
 
 from engine.errors import ConfigurationError, EngineError, InvalidRequest
-from server.cli.configure import did_you_mean, load_settings
-from server.cli.parser import EXIT_USAGE, flags_of, given_settings, make_parser
+from server.cli.configure import did_you_mean, given_settings, load_settings
+from server.cli.parser import EXIT_USAGE, flags_of, make_parser
 from server.cli.settings import Settings
 
 EXIT_FAILED = 1

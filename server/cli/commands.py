@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import logging
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 from server import logs
-from server.cli import audit, plan, train
+from server.cli import audit, bench, chat, plan, train
 from server.cli.console import Console, LogConsole
 from server.cli.listen import bind
 from server.cli.settings import Settings
@@ -53,6 +55,37 @@ def run_generate(options: argparse.Namespace, settings: Settings) -> int:
         )
         asyncio.run(generate(prompt, settings, directory, console))
     return 0
+
+
+def run_chat(options: argparse.Namespace, settings: Settings) -> int:
+    """Talks with a model."""
+    with _server_for(options, settings) as (url, key):
+        return chat.run(options, url, key)
+
+
+def run_bench(options: argparse.Namespace, settings: Settings) -> int:
+    """Compares answers without speculation, with each drafter, and with all of them."""
+    with _server_for(options, settings) as (url, key):
+        return bench.run(options, url, key)
+
+
+@contextlib.contextmanager
+def _server_for(options: argparse.Namespace, settings: Settings) -> Iterator[tuple[str, str]]:
+    """The server that is named, or one of our own: its address and key."""
+    key = chat.read_key(options.api_key_env)
+    if options.url is not None:
+        chat.refuse_settings(options)
+        yield options.url, key
+        return
+    from server.cli.own_server import own_server
+
+    with Console() as console:
+        model = _find_model(settings, console)
+        settings = _find_drafters(settings, console)
+        with contextlib.ExitStack() as stack:
+            with console.waiting(f"starting {model[1]}") as say:
+                found = stack.enter_context(own_server(settings, model, say))
+            yield found
 
 
 def run_pull(_: argparse.Namespace, settings: Settings) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import difflib
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -16,6 +17,9 @@ from server.cli.settings import SECRETS, Settings
 
 PREFIX = "SPECSERVE_"
 CONFIG_VARIABLE = PREFIX + "CONFIG"
+
+#: Prefix of the parsed flags that are settings.
+GIVEN = "given_"
 
 #: Variables with the prefix that are no settings: the configuration file, and the cache directory.
 _OTHER_VARIABLES = (CONFIG_VARIABLE, PREFIX + "HOME")
@@ -51,6 +55,22 @@ def load_settings(
         return Settings.model_validate(values)
     except ValidationError as error:
         raise ConfigurationError(_explain(error, origins)) from None
+
+
+def given_settings(options: argparse.Namespace) -> dict[str, object]:
+    """The settings among the parsed options."""
+    given = {
+        name.removeprefix(GIVEN): value
+        for name, value in vars(options).items()
+        if name.startswith(GIVEN)
+    }
+    if options.source is not None:
+        if given.get("model", options.source) != options.source:
+            raise ConfigurationError(
+                f"MODEL is {options.source!r} and --model is {given['model']!r}; name one."
+            )
+        given["model"] = options.source
+    return given
 
 
 def flag_of(name: str) -> str:

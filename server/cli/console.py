@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import sys
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import Self, TextIO
 
@@ -17,6 +19,7 @@ from rich.progress import (
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
+from rich.text import Text
 
 _logger = logging.getLogger("specserve.server")
 
@@ -64,6 +67,17 @@ class Console:
             self._steps = step
             share = 100 * step // _PLAIN_STEPS
             self.say(f"{share} % of {total / 1e6:.0f} MB downloaded")
+
+    @contextlib.contextmanager
+    def waiting(self, what: str) -> Iterator[Callable[[str], None]]:
+        """Says what is being waited for, while it is; yields who may be told how far it is."""
+        if not self._terminal:
+            self.say(f"{what} ...")
+            yield lambda _: None
+            return
+        self._end_bar()
+        with RichConsole(file=self._stream).status(Text(what)) as status:
+            yield lambda line: status.update(Text(f"{what}: {line.strip()}", overflow="ellipsis"))
 
     def _draw(self, done: int, total: int) -> None:
         if self._bar is None:

@@ -9,10 +9,11 @@ from typing import Any, Literal, NoReturn, get_args, get_origin
 
 from pydantic.fields import FieldInfo
 
-from engine.errors import ConfigurationError
-from server.cli import audit, plan, train
+from server.cli import audit, bench, chat, plan, train
 from server.cli.commands import (
     run_audit,
+    run_bench,
+    run_chat,
     run_doctor,
     run_generate,
     run_plan,
@@ -20,13 +21,11 @@ from server.cli.commands import (
     run_serve,
     run_train,
 )
-from server.cli.configure import flag_of
+from server.cli.configure import GIVEN, flag_of
 from server.cli.settings import Settings
 from server.version import version
 
 EXIT_USAGE = 2
-
-_GIVEN = "given_"  # prefix of the parsed flags that are settings
 
 
 class _Parser(argparse.ArgumentParser):
@@ -61,6 +60,12 @@ def make_parser() -> argparse.ArgumentParser:
     generate.add_argument(
         "--raw", action="store_true", help="continue the text; do not use the chat template"
     )
+    chat.add_arguments(
+        _add_command(commands, "chat", run_chat, "talk with a model, and see speculation happen")
+    )
+    bench.add_arguments(
+        _add_command(commands, "bench", run_bench, "measure what speculation brings here")
+    )
     pull = _add_command(commands, "pull", run_pull, "fetch a model, so that later starts are quick")
     pull.add_argument("source", nargs="?", metavar="MODEL", help="same as --model")
     audit.add_arguments(
@@ -68,6 +73,12 @@ def make_parser() -> argparse.ArgumentParser:
             commands, "audit", run_audit, "check that speculation changes nothing that is said"
         )
     )
+    _add_tools(commands)
+    return parser
+
+
+def _add_tools(commands: Any) -> None:
+    """Commands beside the model's own."""
     plan.add_arguments(
         _add_command(
             commands,
@@ -85,7 +96,6 @@ def make_parser() -> argparse.ArgumentParser:
     _add_command(
         commands, "doctor", run_doctor, "show what this machine offers, and what is missing"
     )
-    return parser
 
 
 def _add_command(
@@ -115,7 +125,7 @@ def _add_command(
 def _add_setting(group: argparse._ArgumentGroup, name: str, field: FieldInfo) -> None:
     default = "" if field.default in (None, ()) else f" ({str(field.default).lower()})"
     help_text = f"{field.description}{default}".replace("%", "%%")
-    destination, flag = _GIVEN + name, flag_of(name)
+    destination, flag = GIVEN + name, flag_of(name)
     if field.annotation is bool:
         group.add_argument(
             flag,
@@ -133,22 +143,6 @@ def _add_setting(group: argparse._ArgumentGroup, name: str, field: FieldInfo) ->
         help=help_text,
         metavar="|".join(get_args(field.annotation)) if is_choice else name.split("_")[-1].upper(),
     )
-
-
-def given_settings(options: argparse.Namespace) -> dict[str, object]:
-    """The settings among the parsed options."""
-    given = {
-        name.removeprefix(_GIVEN): value
-        for name, value in vars(options).items()
-        if name.startswith(_GIVEN)
-    }
-    if options.source is not None:
-        if given.get("model", options.source) != options.source:
-            raise ConfigurationError(
-                f"MODEL is {options.source!r} and --model is {given['model']!r}; name one."
-            )
-        given["model"] = options.source
-    return given
 
 
 def flags_of(parser: argparse.ArgumentParser, command: str) -> list[str]:

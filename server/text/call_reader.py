@@ -161,6 +161,8 @@ class CallReader:
         found = _read_json(text)
         if not isinstance(found, dict) or not isinstance(found.get("name"), str):
             return False
+        if not self._begin and not found.keys() & {"arguments", "parameters"}:
+            return False  # an answer in JSON that names something
         arguments = found.get("arguments", found.get("parameters", {}))
         spelled = arguments if isinstance(arguments, str) else json.dumps(arguments)
         parts.append(CallPiece(self.calls, found["name"], spelled))

@@ -84,7 +84,10 @@ def calls_grammar(
         lines = _with_text(begin, opened, calls, special)
     lines.append("call: " + " | ".join(f"c{i}" for i in range(len(tools))))
     for i, (name, schema) in enumerate(tools.items()):
-        head = json.dumps(f'{{"name": {json.dumps(name)}, "{form.arguments}": ', ensure_ascii=False)
+        head = _quoted(f'{{"name": {json.dumps(name)}, "{form.arguments}": ')
+        if answer is not None and not begin:  # the lexer has to tell it from other JSON
+            parts = ("{", '"name"', ": ", json.dumps(name), ", ", f'"{form.arguments}"', ": ")
+            head = " ".join(map(_quoted, parts))
         styled = json.dumps({**schema, "x-guidance": JSON_STYLE})
         lines += [f'c{i}: {head} a{i} "}}"', f"a{i}: %json {styled}"]
     return "\n".join(lines) + "\n"
@@ -93,7 +96,11 @@ def calls_grammar(
 def _literal(text: str, special: Mapping[str, int]) -> str:
     if text in special:
         return f"<[{special[text]}]>"
-    return json.dumps(text, ensure_ascii=False) if text else ""
+    return _quoted(text) if text else ""
+
+
+def _quoted(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
 
 
 def _with_text(begin: str, opened: str, calls: str, special: Mapping[str, int]) -> list[str]:

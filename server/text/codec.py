@@ -205,7 +205,7 @@ class TextCodec:
             Overloaded: too much waits already.
         """
         characters = sum(len(str(value)) for message in messages for value in message.values())
-        characters += len(str(tools)) if tools else 0
+        characters += sum(len(str(given)) for given in (tools, variables) if given)
 
         def work() -> str:
             return self.render_chat(

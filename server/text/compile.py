@@ -11,7 +11,7 @@ from typing import Any
 
 from server.text.description import GrammarSource, Refused, children, definition, sentence
 
-#: In the library's units: some 20 ms to compile, 4 ms and 2 ms in a step, 50 MB of states.
+#: In the library's units: some 20 ms to compile, 4 ms and 2 ms in a step, 15 MB of states.
 _LIMITS = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 60_000,

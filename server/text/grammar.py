@@ -30,6 +30,10 @@ T = TypeVar("T")
 _MOST_WAITING = 32
 _MOST_KEPT = 64
 _AT_ONCE = 4
+#: Bytes of all that are kept together; of one, what compiling it took, and what its states may come
+#: to while answers run.
+_MOST_BYTES = 1 << 30
+_STATES_BYTES = 16 << 20
 
 #: What a matcher may take of the engine's thread, in seconds of computing: for each thing that it
 #: is asked, saved up from the beginning, and on top. The library's limits keep honest grammars
@@ -80,8 +84,7 @@ class GrammarCompiler:
                     raise Overloaded(f"{waiting} grammars wait to be compiled already.")
                 future = self._kept[key] = self._threads.submit(self._compile, source, end_tokens)
             self._kept.move_to_end(key)
-            while len(self._kept) > _MOST_KEPT:
-                self._kept.popitem(last=False)
+            self._forget()
         try:
             return await asyncio.shield(asyncio.wrap_future(future))
         except Refused as refused:
@@ -90,6 +93,13 @@ class GrammarCompiler:
                 f"{where} cannot be compiled: {refused}. Simplify it, or leave it out.",
                 source.param,
             ) from None
+
+    def _forget(self) -> None:
+        """Forgets what no longer serves, and the oldest while they are too many or too large."""
+        for key in [k for k, f in self._kept.items() if f.done() and not _serves(f)]:
+            del self._kept[key]
+        while len(self._kept) > _MOST_KEPT or sum(map(_size, self._kept.values())) > _MOST_BYTES:
+            self._kept.popitem(last=False)
 
     # -- in the threads ------------------------------------------------------------------
 
@@ -101,7 +111,9 @@ class GrammarCompiler:
             if end_tokens not in self._natives:
                 self._natives[end_tokens] = native_tokenizer(serialized, end_tokens)
             native = self._natives[end_tokens]
-        return CompiledGrammar(compiled(native, probe.definition(source)), end_tokens)
+        found = probe.compile(source)
+        size = found.bytes + _STATES_BYTES
+        return CompiledGrammar(compiled(native, found.definition), end_tokens, size)
 
     def _serialize(self) -> str:
         """The tokenizer as the library reads it, made once."""
@@ -124,15 +136,17 @@ class CompiledGrammar:
     Args:
         prototype: a matcher of the library's before its first token, never advanced.
         end_tokens: tokens that end a text.
+        size: bytes that it may take.
 
     Attributes:
         worn: whether a matcher of it ran into the library's limits, which may have filled up in
             the course of many requests; it is compiled anew for the next.
     """
 
-    def __init__(self, prototype: Any, end_tokens: frozenset[int]) -> None:
+    def __init__(self, prototype: Any, end_tokens: frozenset[int], size: int) -> None:
         self._prototype = prototype
         self._end_tokens = end_tokens
+        self.size = size
         self.worn = False
 
     @property
@@ -188,6 +202,11 @@ class _Matcher:
         result = call(*arguments)
         self._left += _SECONDS_EACH - (time.thread_time() - began)
         return result
+
+
+def _size(future: Future[CompiledGrammar]) -> int:
+    """Bytes of a compiled grammar; nothing while it is none."""
+    return future.result().size if future.done() and future.exception() is None else 0
 
 
 def _serves(future: Future[CompiledGrammar]) -> bool:

@@ -56,6 +56,19 @@ _START_SECONDS = 120.0
 _NICENESS = 5
 
 
+@dataclass(frozen=True, slots=True)
+class Tried:
+    """What a probe found out.
+
+    Attributes:
+        definition: the description in the library's own form.
+        bytes: that compiling it took.
+    """
+
+    definition: str
+    bytes: int
+
+
 class Probe:
     """Finds out what descriptions take to compile; any number of threads may ask at once.
 
@@ -95,8 +108,8 @@ class Probe:
         """Whether it can be asked."""
         return self._process.poll() is None
 
-    def definition(self, source: GrammarSource) -> str:
-        """A description in the library's own form, which is sure to compile in bounded time.
+    def compile(self, source: GrammarSource) -> Tried:
+        """Compiles a description, which can then be compiled here in bounded time and memory.
 
         Raises:
             Refused: it does not compile, or takes too much.
@@ -116,10 +129,10 @@ class Probe:
             if not self.alive:
                 raise Overloaded("The process that tries grammars has ended; ask again.")
             raise Refused(f"it takes more than {self._limits}")
-        said: dict[str, str] = json.loads(answer)
+        said: dict[str, Any] = json.loads(answer)
         if "refused" in said:
             raise Refused(said["refused"], said["where"])
-        return said["definition"]
+        return Tried(**said)
 
     def close(self) -> None:
         """Ends the helper."""
@@ -206,13 +219,20 @@ def _answer(connection: socket.socket, native: Any) -> None:
     from server.text.compile import tried
 
     kind, text = json.loads(_all_of(connection))
+    before, said = _most_memory(), dict[str, Any]()
     try:
-        said = {"definition": tried(native, GrammarSource(kind, text, ""))}
+        said["definition"] = tried(native, GrammarSource(kind, text, ""))
+        said["bytes"] = _most_memory() - before
     except Refused as refused:
         said = {"refused": str(refused), "where": refused.where}
     except BaseException as error:  # a panic of native code is no Exception
         said = {"refused": sentence(f"{type(error).__name__}: {error}"), "where": ""}
     connection.sendall(json.dumps(said).encode())
+
+
+def _most_memory() -> int:
+    """Bytes that this process has had resident at once."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 if __name__ == "__main__":

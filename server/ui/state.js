@@ -4,6 +4,11 @@ import { place, plot, short } from "./plots.js";
 
 const $ = (id) => document.getElementById(id);
 const SECONDS = 2;
+const METRICS = [
+  "vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:kv_cache_usage_perc", "vllm:generation_tokens_total",
+  "vllm:spec_decode_num_draft_tokens_total", "vllm:spec_decode_num_accepted_tokens_total"
+];
+const ASKED = ["v1/speculation/status", `metrics?${METRICS.map((name) => `name%5B%5D=${name}`).join("&")}`];
 const MOST_POINTS = 60; // of what has been so far: two minutes
 const WHY = {
   worth_it: "pays",
@@ -21,7 +26,7 @@ export function startState(get, tell) {
   const again = async () => {
     if (!document.hidden) {
       try {
-        const [status, metrics] = await Promise.all([get("v1/speculation/status"), get("metrics")]);
+        const [status, metrics] = await Promise.all(ASKED.map(get));
         draw(await status.json(), read(await metrics.text()));
         tell(null);
       } catch (error) {

@@ -6,7 +6,7 @@ const FENCE = /^\s*(?:```|~~~)/;
 const HEADING = /^(#{1,6}\s)(.*)/;
 const TABLE = /^\s*\|/;
 const INLINE = /(`+)([^`]+)\1|(\*\*)([^*]+)\*\*|(?<![*\w])(\*)([^*\s][^*]*)\*(?![*\w])/g;
-const LONGEST = 4000; // characters of a line that is still looked through for Markdown
+const LONGEST = 4000; // characters of a line that are drawn anew whenever there is more of it
 
 export function element(kind, text, ...classes) {
   const made = document.createElement(kind);
@@ -35,6 +35,8 @@ export class Text {
   write() {
     if (this.dirty) this.draw();
     this.dirty = false;
+    // The rest of a very long line goes on beside what is there: nobody sees the seam.
+    if (this.raw().length > LONGEST) Object.assign(this, { line: null, runs: [] });
   }
 
   push(run) {
@@ -74,7 +76,7 @@ export class Text {
       (this.code ?? this.place).append(this.line);
     }
     const raw = this.raw();
-    const marks = this.code !== null || raw.length > LONGEST ? [] : marksOf(raw);
+    const marks = this.code !== null ? [] : marksOf(raw);
     this.line.className = this.code === null && TABLE.test(raw) ? "line mono" : "line";
     const nodes = [];
     let at = 0;

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from loadtest import plots, report
+from loadtest import output, plots, report
 from loadtest.plan import Level
 from loadtest.runner import BlockResult
 from loadtest.stats import Slo
@@ -36,13 +36,13 @@ def some_results() -> list[BlockResult]:
 
 def shown(found: report.Report) -> str:
     out = io.StringIO()
-    report.show(found, Console(file=out, width=200))
+    output.show(found, Console(file=out, width=200))
     return out.getvalue()
 
 
 def test_the_same_numbers_stand_in_table_markdown_and_json() -> None:
     found = made(some_results())
-    text, document, data = shown(found), report.markdown(found), report.as_json(found)
+    text, document, data = shown(found), output.markdown(found), report.as_json(found)
     off, on = data["summaries"]
     assert off["tokens_per_second"] == pytest.approx(8.0)
     for place in (text, document):
@@ -58,7 +58,7 @@ def test_the_same_numbers_stand_in_table_markdown_and_json() -> None:
 def test_answers_can_neither_break_tables_nor_style_the_terminal() -> None:
     found = made(some_results())
     assert "[bold]|" in shown(found)
-    assert "[bold]\\|" in report.markdown(found)
+    assert "[bold]\\|" in output.markdown(found)
 
 
 def test_unknown_is_shown_as_unknown() -> None:
@@ -80,13 +80,13 @@ def test_notes_say_what_to_distrust() -> None:
 def test_a_run_without_results_still_reports() -> None:
     found = made([])
     assert "0 pairs compared" in shown(found)
-    assert report.markdown(found).startswith("# Load test")
+    assert output.markdown(found).startswith("# Load test")
 
 
 def test_files_are_written(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     found = made(some_results())
-    paths = report.write(found, tmp_path / "new")
+    paths = output.write(found, tmp_path / "new")
     paths += plots.write_plots(found, tmp_path / "new")
     names = ["results.json", "report.md", "throughput.png", "ttft.png", "tpot.png", "ratios.png"]
     assert [path.name for path in paths] == names

@@ -23,10 +23,11 @@ from tests.lossless.structured import (
 TOKENIZERS = ("bytes", "byte fallback")
 
 
-def picked(name: str) -> list[Case]:
-    """Half of all, each once: greedy and sampled take turns, the other way round for the other."""
+def picked(name: str, start: int = 0, step: int = 1) -> list[Case]:
+    """Half of all, or some of those, each once: greedy and sampled take turns, the other way round
+    under the other tokenizer."""
     made, first = world(name), TOKENIZERS.index(name)
-    numbers = range(first, len(DESCRIPTIONS), 2)
+    numbers = range(first, len(DESCRIPTIONS), 2)[start::step]
     return [case(made, n, sampled=(n // 2) % 2 == first) for n in numbers]
 
 
@@ -68,7 +69,7 @@ def test_every_answer_that_ends_is_valid_and_the_same_however_it_is_drafted(name
 
 
 def test_an_answer_is_the_same_alone() -> None:
-    made, cases = world(), picked("bytes")[::9]
+    made, cases = world(), picked("bytes", step=9)
     together = run(make_engine(made.setup), [c.request for c in cases])
     for one in cases:
         alone = run(make_engine(made.setup), [one.request])
@@ -78,7 +79,7 @@ def test_an_answer_is_the_same_alone() -> None:
 @pytest.mark.parametrize("how", WAYS)
 def test_no_drafter_proposes_what_a_grammar_forbids(how: str) -> None:
     made = world("byte fallback")
-    cases = picked("byte fallback")[5::14]
+    cases = picked("byte fallback", 5, 14)
     grammars = {c.request.request_id: c.request.sampling.grammar for c in cases}
     built = make_engine(made.setup, **way(made, how))
     count = 0
@@ -103,41 +104,24 @@ def test_no_drafter_proposes_what_a_grammar_forbids(how: str) -> None:
     assert count > 20 or how == "random tokens"
 
 
-def test_forced_text_is_always_accepted_where_it_has_one_spelling() -> None:
-    made = world("characters")
-    cases = [case(made, n, sampled=n % 2 == 1) for n in range(0, len(DESCRIPTIONS), 5)]
+@pytest.mark.parametrize("name", [*TOKENIZERS, "characters"])
+def test_forced_text_is_always_accepted(name: str) -> None:
+    """However the model would spell it: where a text is forced, the mask allows one spelling."""
+    made = world(name)
+    cases = [case(made, n, sampled=n % 2 == 1) for n in range(0, len(DESCRIPTIONS), 9)]
     built = make_engine(made.setup, **way(made, "grammar"))
     done = run(built, [c.request for c in cases])
     ends = [c.end for a in done.answers.values() for c in a.choices.values()]
     stats = [end.stats for end in ends if end is not None]
     drafted = sum(s.draft_tokens for s in stats)
-    assert drafted > 300
+    assert drafted > 100
     assert sum(s.accepted_tokens for s in stats) == drafted
     assert ended(made, done, cases) > len(cases) // 2
 
 
-def test_forced_text_is_refused_only_for_another_spelling_of_it() -> None:
-    made = world("bytes")
-    cases = picked("bytes")[3::8]
-    answers = run(make_engine(made.setup), [c.request for c in cases])
-    built = make_engine(made.setup, **way(made, "grammar"))
-    refused = 0
-    for sequence, output, proposal, i in drafts(Run(built, [c.request for c in cases])):
-        said = answers.answers[sequence.request.request_id].tokens
-        draft, behind = proposal.tokens[i], len(output)
-        right = next((n for n, t in enumerate(draft) if said[behind + n] != t), len(draft))
-        if right < len(draft) and behind + right < len(said):
-            forced = made.bytes_of(draft[right:])
-            other = made.bytes_of(said[behind + right :])
-            size = min(len(forced), len(other))
-            assert forced[:size] == other[:size]
-            refused += 1
-    assert refused
-
-
 def test_a_mask_of_the_row_before_would_be_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The classic fault: rows behind draft tokens get the mask of an earlier row."""
-    made, cases = world(), picked("bytes")[::20]
+    made, cases = world(), picked("bytes", step=20)
     right = GrammarCursor.allowed
     early = {"seen": 0}
 

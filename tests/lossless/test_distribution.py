@@ -119,8 +119,7 @@ def test_kept_drafts_grow_from_match_to_rejection_to_block() -> None:
     kept = []
     for rule in RULES:
         built = engine_of(ROOMY, rule, drafter="model", draft=loaded("qwen3"), max_draft=3)
-        kept.append(sample(built, many("plain", PROMPT, 1024))[0].accepted)
-    print(kept)
+        kept.append(sample(built, many("plain", PROMPT, 2048))[0].accepted)
     assert kept[0] < kept[1] < kept[2]
 
 
@@ -170,7 +169,6 @@ def is_noticed(built: Any, samples: int, max_tokens: int = LENGTH, **params: Any
         asked = many(f"{start}", PROMPT, end - start, max_tokens=max_tokens, **params)
         counts += sample(built, asked)[1][f"{start}"]
         if odds(counts, expected) <= ODDS / len(ends):
-            print("noticed", end)
             return True
     return False
 
@@ -185,11 +183,13 @@ def of_rows(broken: Rule) -> Callable[[Rows, Sequence[int], Tensor, Chance], Out
     return rule
 
 
-@pytest.mark.parametrize("rule", ["rejection", "block"])
-@pytest.mark.parametrize("breaks", BREAKS)
+@pytest.mark.parametrize(
+    ("breaks", "rule"), [(b, ("rejection", "block")[i % 2]) for i, b in enumerate(BREAKS)]
+)
 def test_a_broken_rule_is_noticed(
     rule: str, breaks: Callable[[Rule], Rule], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Each fault in one of the rules; in both, without an engine, in `tests/sampling`."""
     broken = of_rows(breaks(sampler._RULES[rule]))
     monkeypatch.setitem(sampler._RULES, rule, broken)
     built = engine_of(ROOMY, rule, drafter=TableDrafter(), max_draft=3)
@@ -202,7 +202,7 @@ def test_a_missing_bonus_costs_a_pass(rule: str, monkeypatch: pytest.MonkeyPatch
 
     def passes() -> int:
         built = engine_of(ROOMY, rule, drafter=TableDrafter(), max_draft=2)
-        done, _ = sample(built, many("it", PROMPT, 192, max_tokens=12))
+        done, _ = sample(built, many("it", PROMPT, 256, max_tokens=12))
         ends = [c.end for a in done.answers.values() for c in a.choices.values()]
         own = {e.stats.generated_tokens - e.stats.accepted_tokens for e in ends if e}
         assert all(e and e.stats.accepted_tokens + e.stats.target_passes >= 12 for e in ends)
@@ -217,16 +217,14 @@ def test_a_missing_bonus_costs_a_pass(rule: str, monkeypatch: pytest.MonkeyPatch
 
     honest = sampler._RULES[rule]
     monkeypatch.setitem(sampler._RULES, rule, bonusless)
-    print(passes() / sound)
-    assert passes() > 1.1 * sound
+    assert passes() > 1.07 * sound
 
 
-@pytest.mark.parametrize("rule", ["rejection", "block"])
 @pytest.mark.parametrize(
-    "drafter",
+    ("rule", "drafter"),
     [
-        TableDrafter(told=lambda q: torch.full_like(q, 1 / V)),
-        TableDrafter(told=lambda q: q.sqrt() / q.sqrt().sum(-1, keepdim=True)),
+        ("block", TableDrafter(told=lambda q: torch.full_like(q, 1 / V))),
+        ("rejection", TableDrafter(told=lambda q: q.sqrt() / q.sqrt().sum(-1, keepdim=True))),
     ],
     ids=["says it drew uniformly", "says it drew at another temperature"],
 )
@@ -234,12 +232,12 @@ def test_a_lying_drafter_is_noticed(rule: str, drafter: TableDrafter) -> None:
     assert is_noticed(engine_of(ROOMY, rule, drafter=drafter, max_draft=3), 3000)
 
 
-@pytest.mark.parametrize("rule", ["rejection", "block"])
-def test_noise_that_drafts_share_with_corrections_is_noticed(rule: str) -> None:
-    """A token that lost the draft's race is the less likely to win the correction's."""
+def test_noise_that_drafts_share_with_corrections_is_noticed() -> None:
+    """A token that lost the draft's race is the less likely to win the correction's, which is drawn
+    alike by all rules."""
     table = torch.tensor([[0.05, 0.3, 0.15, 0.5]] * V, dtype=torch.float64)
     drafter = TableDrafter(table, purpose=Purpose.RESIDUAL)
-    built = engine_of(ROOMY, rule, drafter=drafter, max_draft=3)
+    built = engine_of(ROOMY, "block", drafter=drafter, max_draft=3)
     assert is_noticed(built, 5000, logit_bias={0: 0.6, 1: -0.2})
 
 
@@ -263,8 +261,10 @@ def test_block_verification_keyed_by_position_is_noticed(
     drafter = TableDrafter(table, keyed_by_step=who != "drafts")
     built = engine_of(ROOMY, "block", drafter=drafter, max_draft=3)
     two_tokens = {"allowed_token_ids": frozenset({0, 1}), "temperature": 2.0}
-    check = is_sound if who == "nobody" else is_noticed
-    assert check(built, 3000, max_tokens=6, **two_tokens)
+    if who == "coins":
+        assert is_noticed(built, 3000, max_tokens=6, **two_tokens)
+    else:
+        assert is_sound(built, 3000, max_tokens=6, **two_tokens) is (who == "nobody")
 
 
 @pytest.mark.parametrize("rule", RULES)

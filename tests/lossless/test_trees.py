@@ -315,7 +315,6 @@ def test_texts_are_distributed_as_the_models() -> None:
     assert is_lossless(counts["shaped"], exact_texts(PROMPT[1:], **SHAPED))
     assert done.preemptions > 60
     assert done.accepted > 600
-    print(done.preemptions, done.accepted)
 
 
 def test_seeded_texts_do_not_depend_on_trees() -> None:

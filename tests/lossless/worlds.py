@@ -26,7 +26,7 @@ from engine.judge import Judge
 from engine.model.loader import LoadedModel, adopt_model
 from engine.model.runner import ATTENTION
 from engine.sampling import Purpose, noise_key
-from engine.sampling.noise import race_row
+from engine.sampling.noise import gumbel_rows
 from engine.sequence import Sequence
 from engine.types import Request, SamplingParams
 from tests.fakes import Run, Setup, make_engine
@@ -139,21 +139,29 @@ class TableDrafter:
         self._keyed_by_step = keyed_by_step
 
     def propose(self, sequences: Seq[Sequence], lengths: Seq[int]) -> DraftProposal:
-        drafts = [self._draft(s, n) for s, n in zip(sequences, lengths, strict=True)]
-        return DraftProposal([tokens for tokens, _ in drafts], [rows for _, rows in drafts])
+        tokens = [[s.tokens[-1]] for s in sequences]
+        rows: list[list[Tensor]] = [[] for _ in sequences]
+        for depth in range(max(lengths, default=0)):
+            who = [i for i, length in enumerate(lengths) if length > depth]
+            q = self._table[[tokens[i][-1] for i in who]]
+            keys = [self._key(sequences[i], depth) for i in who]
+            drawn = (gumbel_rows(keys, q.shape[1], q.device) + q.log()).argmax(1).tolist()
+            for i, token, row in zip(who, drawn, q, strict=True):
+                tokens[i].append(token)
+                rows[i].append(row)
+        told = [self._tell(*one) for one in zip(sequences, rows, strict=True)]
+        return DraftProposal([drafted[1:] for drafted in tokens], told)
 
-    def _draft(self, sequence: Sequence, length: int) -> tuple[list[int], Tensor | None]:
+    def _key(self, sequence: Sequence, depth: int) -> int:
         matched = sequence.verification == "match"
         step = 0 if matched or not self._keyed_by_step else sequence.target_passes
-        tokens, rows = [sequence.tokens[-1]], []
-        for depth in range(length):
-            rows.append(self._table[tokens[-1]])
-            purpose = Purpose.TOKEN if matched else self._purpose
-            position = len(sequence.tokens) + depth
-            key = noise_key(sequence.seed, sequence.choice, position, purpose, step)
-            tokens.append(race_row(key, None, rows[-1].log()))
-        told = None if matched or not rows else self._told(torch.stack(rows))
-        return tokens[1:], told
+        purpose = Purpose.TOKEN if matched else self._purpose
+        position = len(sequence.tokens) + depth
+        return noise_key(sequence.seed, sequence.choice, position, purpose, step)
+
+    def _tell(self, sequence: Sequence, rows: list[Tensor]) -> Tensor | None:
+        matched = sequence.verification == "match"
+        return None if matched or not rows else self._told(torch.stack(rows))
 
     def observe(self, view: StepView) -> None:
         pass

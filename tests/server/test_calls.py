@@ -43,6 +43,7 @@ ROWS: list[tuple[str, str, str, list[tuple[str, str]]]] = [
     ("json", f"\n {WEATHER}", "", [("weather", ARGUMENTS)]),
     ("json", 'text {"name": "f"}', 'text {"name": "f"}', []),
     ("json", '{"answer": 5}', '{"answer": 5}', []),
+    ("json", '{"name": "Ann", "age": 5}', '{"name": "Ann", "age": 5}', []),
 ]
 
 

@@ -201,6 +201,11 @@ def test_bad_requests_name_the_field(fields: dict[str, Any], param: str) -> None
             'part 0 must be such as {"type": "text", "text": "..."}.',
         ),
         ({"role": "user", "content": []}, "messages.0.content", "send a string, or a non-empty "),
+        (
+            {"role": "user", "content": [{"type": "text", "text": "x"}] * 1025},
+            "messages.0.content",
+            "it has 1025 parts; at most 1024 are allowed.",
+        ),
     ],
 )
 def test_what_cannot_be_read_is_refused_in_one_sentence(

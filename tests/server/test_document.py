@@ -119,6 +119,7 @@ def test_what_the_server_refuses_the_document_refuses() -> None:
         (RESPONSES, {"input": "x", "metadata": {"a": 5}}),
         (RESPONSES, {"input": "x", "max_tokens": 5}),
         (RESPONSES, {"input": "x", "include": ["file_search_call.results"]}),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 1025}]}),
     ],
 )
 def test_both_refuse(path: str, body: dict[str, Any]) -> None:

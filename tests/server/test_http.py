@@ -70,6 +70,15 @@ def test_bodies_below_the_parsing_thread_limit_and_above_it_agree(bench: Bench) 
 # ------------------------------------------------------------------------------ names, ids
 
 
+def test_a_body_has_so_many_fields_at_most() -> None:
+    app = make_app(FakeEngine())
+    body: dict[str, object] = {"prompt": "a", **{f"unheard_of_{i}": i for i in range(1023)}}
+    assert call(app, "POST", "/v1/completions", json=body).status_code == 200
+    response = call(app, "POST", "/v1/completions", json={**body, "one_more": 1})
+    error = assert_envelope(response, 400)
+    assert error["message"] == "The body has 1025 fields; at most 1024 are allowed."
+
+
 @pytest.mark.bad_input(40)
 @pytest.mark.parametrize(
     "model", ["nobody", "../../etc/passwd", "x" * 10**6, "a\r\nSet-Cookie: b", "", "é\x00"]

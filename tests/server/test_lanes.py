@@ -133,6 +133,7 @@ class Watched:
         self.read: list[int] = []
         self.gate = threading.Event()
         self.gate.set()
+        self.apply_chat_template: Callable[..., Any] = self._real.apply_chat_template
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._real, name)
@@ -191,6 +192,48 @@ def test_what_cannot_fit_is_refused_unread(path: str, body: dict[str, Any], para
         assert error["code"] == "context_length_exceeded"
         assert f"context length is {CONTEXT} tokens" in error["message"]
     assert tokenizer.read == []
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/tokenize"])
+def test_a_conversation_that_cannot_fit_is_not_even_written(path: str) -> None:
+    """Blanks around a text are no reason, which a template may drop, nor is what an assistant said:
+    of that some templates drop what it thought."""
+    app, tokenizer = watched()
+    written: list[int] = []
+
+    def write(conversation: list[dict[str, Any]], **_: Any) -> str:
+        written.append(len(conversation))
+        return "short"
+
+    tokenizer.apply_chat_template = write
+    half = TOO_LONG[: limit() // 2 + 1]
+
+    def status(*said: tuple[str, str]) -> int:
+        messages = [{"role": role, "content": content} for role, content in said]
+        return call(app, "POST", path, json={"messages": messages}).status_code
+
+    written.clear()
+    assert status(("user", TOO_LONG)) == 400
+    assert status(("system", half), ("user", half)) == 400
+    assert written == []
+    assert status(("user", " " * len(TOO_LONG))) == 200
+    assert status(("user", "a"), ("assistant", TOO_LONG), ("user", half)) == 200
+    assert len(written) >= 2
+
+
+@pytest.mark.parametrize("extra", [{}, {"chat_template_kwargs": {"a": ["x"] * 2000}}])
+def test_what_a_template_is_given_counts_where_it_is_run(extra: dict[str, Any]) -> None:
+    app, tokenizer = watched()
+    threads: list[str] = []
+
+    def write(*_: Any, **__: Any) -> str:
+        threads.append(threading.current_thread().name)
+        return "short"
+
+    tokenizer.apply_chat_template = write
+    body = {"messages": [{"role": "user", "content": "a"}], **extra}
+    assert call(app, "POST", "/tokenize", json=body).status_code == 200
+    assert threads[-1].startswith("tokenizer-short") == bool(extra)
 
 
 def test_what_may_fit_is_read() -> None:

@@ -257,3 +257,15 @@ def test_corrupted_requests_are_counted_apart_from_other_failures() -> None:
     assert seen["vllm:corrupted_requests_total",] == 1
     assert seen["vllm:request_success_total", "error"] == 2
     assert seen["http_requests_total", "/v1/completions", "POST", "500"] == 2
+
+
+def test_a_scrape_of_some_samples_has_them_and_no_others() -> None:
+    app = make_app(FakeEngine())
+    complete(app, prompt="x", max_tokens=3)
+    names = ["vllm:generation_tokens_total", "vllm:num_requests_running"]
+    query = "&".join(f"name%5B%5D={name}" for name in [*names, "nobody_has_this"])
+    some = call(app, "GET", f"/metrics?{query}").text.splitlines()
+    whole = call(app, "GET", "/metrics").text.splitlines()
+    values = [line for line in some if not line.startswith("#")]
+    assert sorted(values) == sorted(line for line in whole if line.split("{")[0] in names)
+    assert len(values) == 2

@@ -16,9 +16,9 @@ import pytest
 from engine.errors import Overloaded
 from server.text import probe as probing
 from server.text.compile import compiled, native_tokenizer
-from server.text.description import GrammarSource, Refused
+from server.text.description import GrammarSource, Refused, definition
 from server.text.grammar import GrammarCompiler
-from server.text.probe import Limits, Probe, probe_for
+from server.text.probe import Limits, Probe, Tried, probe_for
 from tests.server.support import FakeEngine, ids, make_app, make_tokenizer
 
 END = frozenset({make_tokenizer().eos_token_id})
@@ -51,23 +51,23 @@ def source(kind: Any, text: str) -> GrammarSource:
 def test_what_takes_too_long_is_stopped(strict: Probe, name: str) -> None:
     """And the next one, which waits for the same process, is answered."""
     with pytest.raises(Refused):
-        strict.definition(source(*HOSTILE[name]))
-    text = strict.definition(source("regex", "a+b"))
-    assert compiled(native_tokenizer(SERIALIZED, END), text)
+        strict.compile(source(*HOSTILE[name]))
+    found = strict.compile(source("regex", "a+b"))
+    assert compiled(native_tokenizer(SERIALIZED, END), found.definition)
 
 
 def test_time_is_what_stops_it(strict: Probe) -> None:
     with pytest.raises(Refused, match=r"takes more than 0.3 s of computing or 256 MiB"):
-        strict.definition(source(*HOSTILE["a modulus"]))
+        strict.compile(source(*HOSTILE["a modulus"]))
 
 
 def test_what_takes_too_much_memory_is_stopped(strict: Probe) -> None:
     """The same description is fine where there is room for it."""
     words = source("choice", str([f"number {i * 7919}" for i in range(1000)]).replace("'", '"'))
-    assert strict.definition(words)
+    assert strict.compile(words).bytes > 1 << 20
     narrow = Probe(SERIALIZED, END, Limits(seconds=60.0, bytes=1 << 20, patience=60.0))
     with pytest.raises(Refused, match="takes more than"):
-        narrow.definition(words)
+        narrow.compile(words)
     narrow.close()
 
 
@@ -79,27 +79,27 @@ def test_a_slow_one_holds_up_no_other() -> None:
 
     def slow() -> None:
         try:
-            patient.definition(source(*HOSTILE["a modulus"]))
+            patient.compile(source(*HOSTILE["a modulus"]))
         except Refused:
             refused.set()
 
     asking = threading.Thread(target=slow, daemon=True)
     asking.start()
-    assert patient.definition(source("regex", "a+b"))
+    assert patient.compile(source("regex", "a+b"))
     assert not refused.is_set()
     patient.close()
 
 
 def test_a_helper_that_has_ended_is_replaced() -> None:
     first = probe_for(SERIALIZED, END)
-    assert first.definition(source("regex", "a"))
+    assert first.compile(source("regex", "a"))
     os.kill(first._process.pid, signal.SIGKILL)
     first._process.wait()
     with pytest.raises(Overloaded, match="ask again"):
-        first.definition(source("regex", "ab"))
+        first.compile(source("regex", "ab"))
     second = probe_for(SERIALIZED, END)
     assert second is not first
-    assert second.definition(source("regex", "ab"))
+    assert second.compile(source("regex", "ab"))
 
 
 def test_a_stream_goes_on_beside_what_is_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,6 +129,21 @@ def test_a_stream_goes_on_beside_what_is_stopped(monkeypatch: pytest.MonkeyPatch
     for answer in stopped:
         assert answer.status_code == 400
         assert "cannot be compiled" in answer.json()["error"]["message"]
+
+
+def test_what_is_kept_has_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three grammars are more than the memory for two: the first is compiled anew."""
+    monkeypatch.setattr("server.text.grammar._STATES_BYTES", 100)
+    monkeypatch.setattr("server.text.grammar._MOST_BYTES", 250)
+    monkeypatch.setattr(Probe, "compile", lambda _, s: Tried(definition(s), 0))
+    compiler = GrammarCompiler(make_tokenizer())
+
+    async def ask(*texts: str) -> list[Any]:
+        return [await compiler.compile(source("regex", text), END) for text in texts]
+
+    first, second, _, *again = asyncio.run(ask("a", "b", "c", "c", "b", "a"))
+    assert again[1] is second
+    assert again[2] is not first
 
 
 # -- while an answer runs ----------------------------------------------------------------------

@@ -17,6 +17,7 @@ from engine.errors import RequestFailed
 from engine.types import Request
 from server.api.response_output import Output
 from server.text.choice import Delta
+from tests.server import test_reasoning as thinking
 from tests.server.benches import assert_envelope
 from tests.server.support import (
     MODEL,
@@ -399,6 +400,29 @@ def test_the_same_tokens_in_any_pieces() -> None:
 
     assert output("ab", "", "c") == output("abc") == output("a", "bc", "")
     assert output("")[0]["content"][0]["text"] == ""
+
+
+@pytest.mark.parametrize("blocks", [(1,), (3,), (100,)])
+def test_a_thought_is_an_item_of_its_own(blocks: tuple[int, ...]) -> None:
+    """It is streamed, kept out of the text's log probabilities, and replayed."""
+    engine = thinking.says(thinking.THOUGHT, blocks=blocks)
+    app = thinking.app_of(engine)
+    whole = respond(app, reasoning={"effort": "low"}, top_logprobs=0)
+    thought, message = whole["output"]
+    assert (thought["type"], thought["summary"]) == ("reasoning", [])
+    assert thought["content"] == [{"type": "reasoning_text", "text": "Is it <b>?"}]
+    [part] = message["content"]
+    assert part["text"] == "Yes."
+    assert "".join(entry["token"] for entry in part["logprobs"]) == "Yes.<eos>"
+    assert whole["usage"]["output_tokens_details"]["reasoning_tokens"] > 5
+    events = events_of(app, reasoning={"effort": "low"}, top_logprobs=0)
+    assert same(events[-1]["response"]) == same(whole)
+    said = [e["delta"] for e in events if e["type"] == "response.reasoning_text.delta"]
+    assert "".join(said) == "Is it <b>?"
+    user = {"role": "user", "content": "And now?"}
+    respond(app, input=[user, *whole["output"], user])
+    prompt = make_tokenizer().decode(engine.requests[-1].prompt)
+    assert "<|im_start|>assistant\n((Is it <b>?))Yes.<|im_end|>" in prompt
 
 
 # --------------------------------------------------------------------------- the official client

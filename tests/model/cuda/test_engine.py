@@ -44,16 +44,16 @@ def prompts() -> tuple[tuple[int, ...], ...]:
     return (*((*start, *some(n)) for n in (1, 2)), some(3) * 4, some(1))
 
 
-def truth(family: str) -> Answers:
-    return {(p, 0): generated(family, p, COUNT) for p in prompts()}
+def truth(family: str, count: int = COUNT) -> Answers:
+    return {(p, 0): generated(family, p, count) for p in prompts()}
 
 
-def check_greedy(setup: Setup, family: str) -> Run:
+def check_greedy(setup: Setup, family: str, count: int = COUNT) -> Run:
     """Every answer is transformers', token by token."""
-    asked = [ask(f"r{i}", p, COUNT, ignore_eos=True) for i, p in enumerate(prompts())]
+    asked = [ask(f"r{i}", p, count, ignore_eos=True) for i, p in enumerate(prompts())]
     done = run(make_engine(setup), asked, check=True)
     for request_id, request in done.requests.items():
-        assert done.answers[request_id].tokens == truth(family)[request.prompt, 0]
+        assert done.answers[request_id].tokens == truth(family, count)[request.prompt, 0]
     return done
 
 
@@ -66,8 +66,8 @@ def test_greedy_is_transformers_with_drafts_that_are_partly_right(family: str) -
 
 def test_greedy_is_transformers_when_pages_run_out() -> None:
     """Preempted, and read again with pages that are found by their prefix."""
-    drafter = adversaries(truth("llama"))["right at first"]
-    done = check_greedy(Setup(loaded(), drafter=drafter, num_pages=9, max_draft=2), "llama")
+    drafter = adversaries(truth("llama", 9))["right at first"]
+    done = check_greedy(Setup(loaded(), drafter=drafter, num_pages=9, max_draft=2), "llama", 9)
     assert done.preemptions > 0
 
 

@@ -1,0 +1,1 @@
+"""The chat on a terminal: a client of any server of this kind, over HTTP alone."""
