@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from engine.cache.pages import TARGET
-from engine.control.calibration import Calibration
+from engine.calibration import Calibration
 from engine.control.costs import VerifyCost
 from engine.load import loads_of
 from engine.pace import Pace

@@ -9,8 +9,7 @@ from itertools import pairwise
 
 import pytest
 
-from engine.control.options import Mode
-from engine.control.planner import Planner
+from engine.control.planner import Mode, Planner
 from engine.draft.drafter import Verdict
 from engine.sequence import Sequence
 from tests.control.fixed import LENGTHS, Fixed, seconds_of_fixed
