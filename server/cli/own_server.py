@@ -84,7 +84,7 @@ def _wait_for_url(lines: IO[str], say: Callable[[str], None]) -> str:
         if line.strip():
             last.append(line.strip())
             say(line.rstrip())
-    reason = last[0].removeprefix("specserve: ")
+    reason = last[0].rpartition("specserve.server: ")[2].removeprefix("specserve: ")
     raise EngineUnavailable(f"no server could be started: {reason}")
 
 
