@@ -47,6 +47,7 @@ const cases = (languageModel, more) => ({
     const { object } = await generateObject({ ...shared(languageModel, more), schema });
     schema.parse(object);
     const stream = streamObject({ ...shared(languageModel, more), schema, onError });
+    for await (const _ of stream.partialObjectStream);
     schema.parse(await stream.object);
   },
   'generateText with tools, three steps': async () => {
@@ -87,6 +88,7 @@ const cases = (languageModel, more) => ({
       toolChoice: 'required',
       onError,
     });
+    await called.consumeStream();
     const calls = await called.toolCalls;
     check(calls.length >= 1, 'no call');
     calls.forEach((call) => schema.parse(call.input));
