@@ -247,8 +247,8 @@ def _engine(
     portfolio = DrafterPortfolio({drafter.name: drafter}, loaded.vocab_size)
     planned = adaptive(parts.planner)
     assert planned is not None
-    options = replace(planned.options, advisor=portfolio)
-    planner = ShieldedPlanner(AdaptivePlanner(options, planned.costs))
+    again = AdaptivePlanner(planned.depth, planned.costs, planned.mode, portfolio)
+    planner = ShieldedPlanner(again)
     return Engine(
         replace(parts, drafters=portfolio, planner=planner),
         max_model_len=loaded.max_model_len,

@@ -32,13 +32,13 @@ class Limits:
         tokens: query tokens left for prompts.
         logprob_rows: tokens of prompts whose log probabilities are wanted.
         stretch: how many times its plain time a step that decodes may take; 0 = unbounded.
-        caution: how many times longer than its price says a pass that reads prompts takes.
+        factor: how many times what its price says reading prompts adds to a pass.
     """
 
     tokens: int
     logprob_rows: int
     stretch: float
-    caution: float = 1.0
+    factor: float = 1.0
 
 
 class PromptBudget:
@@ -63,10 +63,10 @@ class PromptBudget:
         self._read = read = sum(s.table.num_cached[TARGET] + 1 for s in decodes)
         self._drafts = drafts = sum(s.last_draft for s in decodes)
         pairs = sum((1 + s.last_draft) * (s.table.num_cached[TARGET] + 1) for s in decodes)
-        self._load = (len(decodes) + drafts, len(decodes), read, pairs, 0)
+        self._load = self._plain = (len(decodes) + drafts, len(decodes), read, pairs, 0)
         self._cost = cost if decodes and limits.stretch else None
         self._seconds = self._cost.seconds(*self._load) if self._cost else None
-        stretch = limits.stretch / limits.caution
+        stretch = 1 + max(limits.stretch - 1, 0) / limits.factor
         self._most = math.inf if self._seconds is None else stretch * self._seconds
         if decodes and limits.stretch and self._seconds is None:
             most = int((limits.stretch - 1) * (_DOUBLING + len(decodes)))
@@ -94,17 +94,17 @@ class PromptBudget:
             self._load = self._with(sequence, before, before + more)
             self._seconds = self._time(self._load)
 
-    def load_with(self, drafted: int) -> Counts:
-        """The load of the pass as it is planned so far, with so many draft tokens in it."""
-        rows, sequences, context, attention, silent = self._load
+    def loads(self, drafted: int) -> tuple[Counts, Counts]:
+        """The load of the decoding sequences alone, and of the pass as it is planned so far, both
+        with so many draft tokens in them."""
         more = drafted - self._drafts
-        return (
-            rows + more,
-            sequences,
-            context,
-            attention + more * self._read // self.decodes,
-            silent,
-        )
+        pairs = more * self._read // max(1, self.decodes)
+
+        def with_drafts(load: Counts) -> Counts:
+            rows, sequences, context, attention, silent = load
+            return rows + more, sequences, context, attention + pairs, silent
+
+        return with_drafts(self._plain), with_drafts(self._load)
 
     def _affordable(self, sequence: Sequence, before: int, most: int, share: float) -> int:
         """Of `most` further tokens those that there is time for."""

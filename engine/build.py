@@ -13,12 +13,10 @@ from engine.cache.pages import TARGET, PagePool
 from engine.config import EngineConfig
 from engine.control.adaptive import AdaptivePlanner
 from engine.control.costs import CostModel
-from engine.control.options import Mode, PlannerOptions
-from engine.control.planner import ShieldedPlanner
+from engine.control.planner import Mode, ShieldedPlanner
 from engine.core import Engine, EngineParts, StepOutput
 from engine.draft import registry
 from engine.draft.build import load_models, make_portfolio
-from engine.draft.drafter import Advisor
 from engine.draft.entry import PagedModel
 from engine.errors import ConfigurationError
 from engine.idle import IdleTask
@@ -106,7 +104,7 @@ def assemble(
     pool, [target, *others] = _make_cache(config, [loaded, *map(own.__getitem__, names)])
     drafting = dict(zip(names, others, strict=True))
     portfolio = make_portfolio(config, entries, target, drafting, pool)
-    options = _plan_how(config, portfolio)
+    mode, depth = _mode_of(config), max(1, config.speculation.most_drafts)
     costs = CostModel(most_rows=config.scheduler.max_batch_tokens)
     if prepare:
         populate([target.runner, *(model.runner for model in others)])
@@ -117,7 +115,7 @@ def assemble(
         pool=pool,
         scheduler=Scheduler(config.scheduler, pool, costs.target),
         drafters=portfolio,
-        planner=ShieldedPlanner(AdaptivePlanner(options, costs)),
+        planner=ShieldedPlanner(AdaptivePlanner(depth, costs, mode, portfolio)),
         meter=Meter(costs),
         judge=_make_judge(config, loaded),
     )
@@ -170,17 +168,14 @@ def _describe(
     )
 
 
-def _plan_how(config: EngineConfig, advisor: Advisor) -> PlannerOptions:
-    """How a configuration asks to plan."""
-    speculation = config.speculation
+def _mode_of(config: EngineConfig) -> Mode:
+    """Who decides how far to speculate."""
+    asked = config.speculation.mode
     try:
-        mode = Mode(speculation.mode)
+        return Mode(asked)
     except ValueError:
-        modes = ", ".join(m.value for m in Mode)
-        raise ConfigurationError(
-            f"speculation is {speculation.mode!r}; choose one of {modes}."
-        ) from None
-    return PlannerOptions(max(1, speculation.most_drafts), mode, advisor)
+        modes = ", ".join(mode.value for mode in Mode)
+        raise ConfigurationError(f"speculation is {asked!r}; choose one of {modes}.") from None
 
 
 def check_numerics(built: BuiltEngine) -> BuiltEngine:

@@ -14,7 +14,7 @@ import torch
 
 from engine.batch import Span, build_batch
 from engine.cache.pages import PagePool
-from engine.control.calibration import Calibration
+from engine.calibration import Calibration
 from engine.model import tuning
 from engine.model.files import read_sealed, write_sealed
 from engine.model.passes import Runner

@@ -103,16 +103,17 @@ class Engine:
         if not self._requests and self._laps is not None:
             self._laps.rest()
         ask = request.speculation
-        wanted = self.max_draft if ask.max_draft is None else min(ask.max_draft, self.max_draft)
+        wish, cap = ask.num_speculative_tokens, self.max_draft
         seed = request.sampling.seed
         drafters = (ask.drafter,) if ask.drafter else self._default_drafters(request)
+        never = ask.enabled is False or drafters == (NO_DRAFTER,)
         common = {
             "ticket": self._tickets,
             "seed": secrets.randbits(64) if seed is None else seed % 2**64,
             "drafter": drafters[0],
             "drafters": drafters,
             "verification": self.parts.judge.rule_for(request.sampling),
-            "max_draft": 0 if ask.enabled is False or drafters == (NO_DRAFTER,) else wanted,
+            "draft_limit": 0 if never else cap if wish is None else min(wish, cap),
             "max_nodes": self.max_nodes,
             "limit": min(len(request.prompt) + request.sampling.max_tokens, self.max_model_len),
         }

@@ -49,7 +49,7 @@ def loads_of(plan: StepPlan) -> tuple[Load, Load]:
         fed += feed
         read += context
         pairs += context * feed
-        if not scheduled.sequence.wants_prompt_logprobs:
+        if feed > scheduled.samples and not scheduled.sequence.wants_prompt_logprobs:
             silent += feed - scheduled.samples
         if scheduled.samples:
             batch += 1

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from engine.cache.pages import PRIVATE, PagePool
 from engine.calibrate import PassTimer, load_calibration, load_tuning
+from engine.calibration import Calibration
 from engine.config import EngineConfig
-from engine.control.calibration import Calibration
 from engine.control.costs import CostModel
 from engine.control.planner import FixedPlanner
 from engine.core import Engine

@@ -25,14 +25,14 @@ class ScheduledSequence:
     Attributes:
         num_feed: committed tokens to feed, from `num_cached` on.
         samples: whether the feed reaches the end, so that a new token is drawn.
-        max_draft: draft tokens, on whatever branches, that have pages and budget; the planner may
-            use fewer.
+        granted_drafts: draft tokens, on whatever branches, that have pages and budget; the
+            planner may use fewer.
     """
 
     sequence: Sequence
     num_feed: int
     samples: bool
-    max_draft: int = 0
+    granted_drafts: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,7 +105,7 @@ class Scheduler:
         """
         prompts = self._prompts
         if prompts is not None and prompts.decodes and self.config.decode_stretch:
-            self.pace.observe(prompts.load_with(drafted), seconds, reads=bool(prompts.fed))
+            self.pace.observe(*prompts.loads(drafted), seconds)
 
     def plan(self) -> StepPlan:
         """Decides the next step and reserves the pages it writes to."""
@@ -155,7 +155,7 @@ class Scheduler:
 
     def _split_budget(self, budget: int) -> tuple[int, int]:
         """Sets aside tokens for drafts, but never more than half while prompts want them."""
-        wanted = sum(max(s.max_draft, s.max_nodes) for s in self._planned if s.max_draft)
+        wanted = sum(max(s.draft_limit, s.max_nodes) for s in self._planned if s.draft_limit)
         busy = len(self._planned) < len(self.running)
         reserved = min(wanted, budget // 2 if busy else budget)
         return budget - reserved, reserved
@@ -164,7 +164,7 @@ class Scheduler:
         """Sequences with more than their last token to feed share the budget; returns what
         they use of it."""
         stretch, rows = self.config.decode_stretch, self.config.max_logprob_rows
-        limits = Limits(budget, rows, stretch, self.pace.caution)
+        limits = Limits(budget, rows, stretch, self.pace.factor)
         prompts = self._prompts = PromptBudget(limits, list(self._planned), self.cost)
         if self._planned and stretch and self.pace.wants_plain:
             return 0

@@ -30,8 +30,8 @@ class Sequence:
         ticket: order of arrival; with `choice` it decides who is served first.
         seed: 64 bits that key every random draw of the request.
         drafter: the only name in `drafters` where that is left empty.
-        max_draft: most draft tokens a step may check for it, what it is granted: the request's
-            wish within the server's cap; of a draft that branches, how deep it may go.
+        draft_limit: most draft tokens a step may check for it: the request's wish within the
+            server's cap; of a draft that branches, how deep it may go.
         max_nodes: most draft tokens of a draft that branches; 0 = none does.
         verification: the rule that judges its drafts: "match", "rejection" or "block".
         limit: most tokens it may ever hold (prompt, `max_tokens` and the model's context).
@@ -49,7 +49,7 @@ class Sequence:
     seed: int
     table: PageTable
     drafter: InitVar[str]
-    max_draft: int
+    draft_limit: int
     limit: int
     verification: str = "match"
     drafters: tuple[str, ...] = ()
@@ -110,7 +110,7 @@ class Sequence:
     @property
     def max_depth(self) -> int:
         """Draft tokens that a step may keep: the token that follows them needs room, too."""
-        return min(self.max_draft, self.room - 1)
+        return min(self.draft_limit, self.room - 1)
 
     @property
     def most_drafts(self) -> int:

@@ -4,6 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import Enum
+
+
+class OffReason(Enum):
+    """Why a decoding sequence checked no draft token in a step."""
+
+    SERVER = "off"  # speculation is switched off for the whole server
+    REQUEST = "disabled_by_request"
+    NO_DRAFTER = "no_drafter"
+    LAST_TOKEN = "last_token"  # it may emit just one more
+    NO_BUDGET = "no_budget"  # no pages or no room in the pass
+    NO_PROPOSAL = "no_proposal"  # the drafter had nothing to offer
+    NOT_WORTH_IT = "not_worth_it"
+    GUARD = "guard"
+    SHADOW = "shadow"  # left out at random, to measure a plain step
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from engine.control.acceptance import Pool
 from engine.control.adaptive import AdaptivePlanner
 from engine.control.allocation import Allocation, Line, allocate
 from engine.control.costs import CostModel
-from engine.control.options import Mode, OffReason
-from engine.control.planner import Planner, ShieldedPlanner
+from engine.control.planner import Mode, Planner, ShieldedPlanner
 from engine.load import Load
 from engine.meter.meter import Meter
-from engine.stats import SpeculationReport
+from engine.stats import OffReason, SpeculationReport
 
 _BATCHES = (1, 2, 4, 8, 16, 32, 64)
 _ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
@@ -68,7 +68,7 @@ def describe(planner: Planner, meter: Meter, drafters: tuple[str, ...]) -> dict[
     mode = "failed" if failed else "unmeasured"
     found = _NOTHING
     if decides is not None:
-        mode, found = decides.options.mode.value, _knowledge(decides, meter, drafters)
+        mode, found = decides.mode.value, _knowledge(decides, meter, drafters)
     plain: dict[str, Any] = _plain({"mode": mode, "drafters": drafters} | found)
     return plain
 
@@ -114,11 +114,26 @@ def _knowledge(planner: AdaptivePlanner, meter: Meter, drafters: tuple[str, ...]
         "off_reasons": {reason.value: n for reason, n in planner.off_reasons.items()},
         "wasted_draft_tokens": planner.wasted_tokens,
         "choices": {name: choices(planner, name) for name in drafters},
-        "acceptance": planner.acceptance.describe(),
-        "guard": planner.guard.describe(),
+        "acceptance": {name: _accepts(pool) for name, pool in planner.acceptance.pools.items()},
+        "guard": [
+            {"batch_from": 1 << (octave - 1), "trips": r.trips, "paused_steps": r.paused}
+            for octave, r in sorted(planner.guard.records.items())
+            if r.trips
+        ],
         "exploration": {"spent_seconds": prober.spent, "credit_seconds": prober.credit},
         "calibrated": planner.costs.calibrated,
-        "cost_model": _costs(planner.costs, planner.options.depth),
+        "cost_model": _costs(planner.costs, planner.depth),
+    }
+
+
+def _accepts(pool: Pool) -> dict[str, Any]:
+    """Acceptance over all buckets, in each that was met, and by depth; and how many judged tokens
+    that rests on."""
+    return {
+        "acceptance": pool.overall,
+        "judged_tokens": pool.total.judged,
+        "by_bucket": dict(sorted(pool.estimates.items())),
+        "by_depth": [min(pool.overall * factor, 1.0) for factor in pool.factors()],
     }
 
 
@@ -126,7 +141,8 @@ def _costs(costs: CostModel, depth: int) -> dict[str, Any]:
     """Milliseconds of passes by query tokens, of their other terms, and of drafting the longest
     drafts."""
     table = costs.target.table(Load(0, 0, 0, 0, 0), _ROWS[-1])
-    sequence, context, pair = costs.target.terms
+    one = (Load(0, 1, 0, 0, 0), Load(0, 0, 0, 1, 0), Load(0, 0, 0, 0, 1))
+    sequence, context, pair = (costs.target.predict(load) - float(table[0]) for load in one)
     return {
         "pass_ms_by_tokens": {n: 1e3 * float(table[n]) for n in _ROWS},
         "pass_ms_per_sequence": 1e3 * sequence,
@@ -144,8 +160,8 @@ def _costs(costs: CostModel, depth: int) -> dict[str, Any]:
 
 def _typical(planner: AdaptivePlanner, drafter: str, batch: int) -> Allocation:
     """What would be planned for a batch of sequences that nothing is known of."""
-    depth, context = planner.options.depth, batch * planner.typical_context
-    odds = planner.acceptance.typical(drafter)
+    depth, context = planner.depth, batch * planner.typical_context
+    odds = planner.acceptance.pools[drafter].overall
     by_depth = planner.acceptance.by_depth(drafter, depth)
     lines = [Line(index, drafter, depth, odds, by_depth=by_depth) for index in range(batch)]
     load = Load(batch, batch, batch, context, context)
@@ -158,7 +174,7 @@ def choices(planner: AdaptivePlanner, drafter: str) -> list[dict[str, Any]]:
     table = []
     for batch in _BATCHES:
         best = _typical(planner, drafter, batch)
-        drafts = sum(best.lengths) / batch
+        drafts, gain = sum(best.lengths) / batch, best.saved_seconds / best.plain_seconds
         row: dict[str, Any] = {
             "batch": batch,
             **_verdict(planner, batch, drafts),
@@ -166,7 +182,7 @@ def choices(planner: AdaptivePlanner, drafter: str) -> list[dict[str, Any]]:
             "expected_tokens": best.tokens,
             "expected_ms": 1e3 * best.seconds,
             "plain_ms": 1e3 * best.plain_seconds,
-            "expected_speedup": 1.0 / (1.0 - best.gain) if best.gain < 1.0 else None,
+            "expected_speedup": 1.0 / (1.0 - gain) if gain < 1.0 else None,
         }
         table.append(row)
     return table
@@ -174,11 +190,11 @@ def choices(planner: AdaptivePlanner, drafter: str) -> list[dict[str, Any]]:
 
 def _verdict(planner: AdaptivePlanner, batch: int, drafts: float) -> dict[str, Any]:
     """What becomes of the best allocation, and the reason."""
-    mode = planner.options.mode
+    mode = planner.mode
     if mode is Mode.OFF:
         return {"draft_tokens": 0.0, "why": OffReason.SERVER.value}
     if mode is Mode.FIXED:
-        return {"draft_tokens": float(planner.options.depth), "why": "fixed"}
+        return {"draft_tokens": float(planner.depth), "why": "fixed"}
     if planner.guard.closed(batch):
         return {"draft_tokens": 0.0, "why": OffReason.GUARD.value}
     why = "worth_it" if drafts else OffReason.NOT_WORTH_IT.value

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from itertools import pairwise
 from statistics import median_low
 
-from engine.control.calibration import Calibration
+from engine.calibration import Calibration
 
 #: measure(rows, sequences, context, logits) -> seconds of one pass of the target over `rows` query
 #: tokens, spread over `sequences` sequences with `context` cached tokens each; the last `logits`

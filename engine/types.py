@@ -102,23 +102,23 @@ class SpeculationParams:
     Args:
         enabled: False switches speculation off for this request alone.
         drafter: name of a drafter the server has loaded, or "none".
-        max_draft: the request's wish: most draft tokens a step may check for each of its
-            sequences; the server's cap holds all the same.
+        num_speculative_tokens: the request's wish: most draft tokens a step may check for each of
+            its sequences; the server's cap holds all the same.
         prediction: token ids the caller expects the answer to contain (Predicted Outputs).
         trace: whether `Tokens` tell where each token came from.
     """
 
     enabled: bool | None = None
     drafter: str | None = None
-    max_draft: int | None = None
+    num_speculative_tokens: int | None = None
     prediction: tuple[int, ...] = ()
     trace: bool = False
 
     def __post_init__(self) -> None:
-        if self.max_draft is not None:
-            _check(
-                0 <= self.max_draft <= 64, "speculation.max_draft", self.max_draft, "from 0 to 64"
-            )
+        wish = self.num_speculative_tokens
+        if wish is not None:
+            name = "speculation.num_speculative_tokens"
+            _check(0 <= wish <= 64, name, wish, "from 0 to 64")
 
 
 @dataclass(frozen=True, slots=True)

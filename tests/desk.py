@@ -61,7 +61,7 @@ class Desk:
                 seed=0,
                 table=self.pool.new_table(""),
                 drafter="lookup",
-                max_draft=max_draft,
+                draft_limit=max_draft,
                 limit=len(prompt) + max_tokens,
             )
             for i in range(n)
@@ -84,8 +84,8 @@ class Desk:
             sequence, table = part.sequence, part.sequence.table
             table.num_cached[TARGET] += part.num_feed
             if part.samples:
-                sequence.append([7] * (1 + min(accepted, part.max_draft)))
-                sequence.last_draft = part.max_draft
+                sequence.append([7] * (1 + min(accepted, part.granted_drafts)))
+                sequence.last_draft = part.granted_drafts
                 table.num_cached[TARGET] = len(sequence.tokens) - 1
             self.pool.commit(table, sequence.tokens)
             self.pool.truncate(table, len(sequence.tokens))
@@ -94,7 +94,7 @@ class Desk:
         self.check_state()
 
     def check_plan(self, plan: StepPlan) -> None:
-        used = sum(p.num_feed + p.max_draft for p in plan.scheduled)
+        used = sum(p.num_feed + p.granted_drafts for p in plan.scheduled)
         assert used <= self.budget
         assert len(plan.scheduled) <= len(self.scheduler.running) <= self.most
         assert len({id(p.sequence) for p in plan.scheduled}) == len(plan.scheduled)
@@ -104,11 +104,11 @@ class Desk:
             assert 1 <= part.num_feed <= sequence.num_uncached
             cached = sequence.table.num_cached[TARGET]
             room = len(sequence.table.pages) * self.pool.page_size
-            assert cached + part.num_feed + part.max_draft <= room, "no page to write to"
+            assert cached + part.num_feed + part.granted_drafts <= room, "no page to write to"
             assert part.samples == (part.num_feed == sequence.num_uncached and sequence.room > 0)
-            if part.max_draft:
+            if part.granted_drafts:
                 assert part.samples
-                assert part.max_draft <= min(sequence.max_draft, sequence.room - 1)
+                assert part.granted_drafts <= min(sequence.draft_limit, sequence.room - 1)
 
     def check_state(self) -> None:
         scheduler = self.scheduler

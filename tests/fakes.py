@@ -231,8 +231,8 @@ def make_engine(setup: Setup = Setup(), **changes: Any) -> BuiltEngine:
         portfolio = DrafterPortfolio(drafters, loaded.vocab_size)
         planned = adaptive(parts.planner)
         assert planned is not None
-        options = dataclasses.replace(planned.options, advisor=portfolio)
-        planner = ShieldedPlanner(AdaptivePlanner(options, planned.costs))
+        again = AdaptivePlanner(planned.depth, planned.costs, planned.mode, portfolio)
+        planner = ShieldedPlanner(again)
         parts = dataclasses.replace(parts, drafters=portfolio, planner=planner)
     parts = dataclasses.replace(parts, target=setup.wrap(parts.target))
     engine = Engine(

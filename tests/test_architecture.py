@@ -27,7 +27,7 @@ LAYERS = (
     {"engine.scheduler", "engine.batch"},
     {"engine.model", "engine.layout"},
     {"engine.draft"},
-    {"engine.load", "engine.control.calibration", "engine.judge", "engine.statistics"}
+    {"engine.load", "engine.calibration", "engine.judge", "engine.statistics"}
     | {"engine.step_view"},
     {"engine.control.costs", "engine.sweep", "engine.commit", "engine.move"},
     {"engine.meter"},

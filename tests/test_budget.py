@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.cache.pages import TARGET
-from engine.control.calibration import ASSUMED, Calibration
+from engine.calibration import ASSUMED, Calibration
 from engine.control.costs import VerifyCost
 from engine.pace import PassCost
 from engine.scheduler import StepPlan
@@ -155,10 +155,13 @@ def first_tokens(drafts: int, accepted: int) -> tuple[float, float]:
             asked[desk.add(lengths[0], max_tokens=lengths[1], max_draft=drafts)[0]] = now
         plan = desk.scheduler.plan()
         parts = [
-            (p.num_feed + p.max_draft, p.sequence.table.num_cached[TARGET] + p.num_feed)
+            (p.num_feed + p.granted_drafts, p.sequence.table.num_cached[TARGET] + p.num_feed)
             for p in plan.scheduled
         ]
-        rows, loud = sum(n for n, _ in parts), sum(p.samples + p.max_draft for p in plan.scheduled)
+        rows, loud = (
+            sum(n for n, _ in parts),
+            sum(p.samples + p.granted_drafts for p in plan.scheduled),
+        )
         read, pairs = sum(context for _, context in parts), sum(n * context for n, context in parts)
         now += machine.seconds(rows, len(parts), read, pairs, rows - loud)
         desk.finish(plan, accepted)

@@ -17,8 +17,8 @@ from engine.batch import Batch
 from engine.build import assemble
 from engine.cache.pages import PagePool
 from engine.calibrate import PassTimer, load_calibration
+from engine.calibration import Calibration
 from engine.config import EngineConfig, ModelConfig, SpeculationConfig
-from engine.control.calibration import Calibration
 from engine.control.costs import VerifyCost
 from engine.draft.entry import PagedModel
 from engine.errors import ConfigurationError

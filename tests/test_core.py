@@ -200,10 +200,10 @@ def test_one_request_opts_out_and_the_rest_goes_on() -> None:
     requests = greedy()
     asks = (
         SpeculationParams(enabled=False),
-        SpeculationParams(max_draft=0),
+        SpeculationParams(num_speculative_tokens=0),
         SpeculationParams(drafter="none"),
-        SpeculationParams(max_draft=2),
-        SpeculationParams(max_draft=64),
+        SpeculationParams(num_speculative_tokens=2),
+        SpeculationParams(num_speculative_tokens=64),
     )
     requests[:5] = [
         dataclasses.replace(r, speculation=a) for r, a in zip(requests, asks, strict=False)
@@ -228,7 +228,7 @@ def test_a_request_without_a_drafter_sets_nothing_aside(
     engine.engine.add(ask("r", range(5), 10, speculation or SpeculationParams()))
     engine.engine.step()
     plan = engine.engine.parts.scheduler.plan()
-    assert [s.max_draft for s in plan.scheduled] == [0]
+    assert [s.granted_drafts for s in plan.scheduled] == [0]
 
 
 def test_what_is_cached_stays_right() -> None:

@@ -32,7 +32,7 @@ MODEL = "SmolLM2-135M-Instruct"
 
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _FLAG = re.compile(r"(?<![\w-])--[a-z][a-z-]*")
-_TOOL = re.compile(r"tools/\w+\.py")
+_TOOL = re.compile(r"tools/\w+\.py|(?<=-m )tools\.\w+")
 _LINK = re.compile(r"\]\((?!https?:|#)([^)#]+)")
 
 
@@ -54,9 +54,11 @@ def flags_of(parser: argparse.ArgumentParser) -> dict[str, set[str]]:
     return {name: set(sub._option_string_actions) for name, sub in found.choices.items()}
 
 
-def flags_of_tool(path: str) -> set[str]:
-    """Flags that a script's source defines."""
-    return set(re.findall(r'add_argument\(\s*"(--[a-z-]+)"', (ROOT / path).read_text()))
+def flags_of_tool(name: str) -> set[str]:
+    """Flags that the source of a script, or of a module that is run, defines."""
+    path = ROOT / (name if name.endswith(".py") else name.replace(".", "/"))
+    source = (path / "__main__.py" if path.is_dir() else path.with_suffix(".py")).read_text()
+    return set(re.findall(r'add_argument\(\s*"(--[a-z-]+)"', source))
 
 
 SPECSERVE = flags_of(make_parser())

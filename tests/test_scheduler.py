@@ -61,13 +61,13 @@ def test_decoders_with_long_drafts_do_not_starve_a_prompt() -> None:
     while not long.num_generated:
         plan = desk.step()
         steps += 1
-        drafts = sum(p.max_draft for p in plan.scheduled)
+        drafts = sum(p.granted_drafts for p in plan.scheduled)
         if not long.num_generated:
             assert drafts <= 7
             assert next(p.num_feed for p in plan.scheduled if p.sequence is long) >= 7
     assert steps <= 8
     plan = desk.step()
-    assert sum(p.max_draft for p in plan.scheduled) == 16 - 3  # now they may have it all
+    assert sum(p.granted_drafts for p in plan.scheduled) == 16 - 3  # now they may have it all
 
 
 def test_what_prompts_leave_goes_to_drafts() -> None:
@@ -76,7 +76,7 @@ def test_what_prompts_leave_goes_to_drafts() -> None:
     start(desk, [decoder])
     desk.add(2)
     plan = desk.step()
-    assert {p.sequence.ticket: p.max_draft for p in plan.scheduled} == {0: 20, 1: 0}
+    assert {p.sequence.ticket: p.granted_drafts for p in plan.scheduled} == {0: 20, 1: 0}
 
 
 def test_drafts_share_a_small_budget_evenly() -> None:
@@ -84,7 +84,7 @@ def test_drafts_share_a_small_budget_evenly() -> None:
     decoders = [desk.add(2, max_tokens=50, max_draft=8)[0] for _ in range(4)]
     start(desk, decoders)
     plan = desk.step()
-    drafts = [p.max_draft for p in plan.scheduled]
+    drafts = [p.granted_drafts for p in plan.scheduled]
     assert sum(drafts) == 10
     assert max(drafts) - min(drafts) <= 1
 
@@ -96,7 +96,7 @@ def test_a_draft_leaves_room_for_the_token_that_follows_it(left: int) -> None:
     desk.step()
     assert sequence.room == left
     plan = desk.step(accepted=99)
-    assert [p.max_draft for p in plan.scheduled] == [min(4, left - 1)]
+    assert [p.granted_drafts for p in plan.scheduled] == [min(4, left - 1)]
     assert sequence.num_generated <= left + 1
 
 
@@ -226,7 +226,7 @@ def test_drafts_shrink_before_anybody_is_preempted() -> None:
     drafts = []
     while desk.scheduler.running:
         plan = desk.step()
-        drafts += [p.max_draft for p in plan.scheduled]
+        drafts += [p.granted_drafts for p in plan.scheduled]
         assert plan.preemptions == 0
     assert first.num_generated == second.num_generated == 4
     assert max(drafts) > 0
@@ -235,7 +235,7 @@ def test_drafts_shrink_before_anybody_is_preempted() -> None:
         tight.add(1, max_tokens=5, max_draft=8)
     tight.step()
     plan = tight.step()  # each wants 3, and there are two pages left
-    assert [p.max_draft for p in plan.scheduled] == [2, 0]
+    assert [p.granted_drafts for p in plan.scheduled] == [2, 0]
     assert plan.preemptions == 0
 
 

@@ -248,7 +248,7 @@ def test_neighbours_keep_to_their_own_wishes() -> None:
     wishes = {
         "off": OFF,
         "none": SpeculationParams(drafter="none"),
-        "two": SpeculationParams(max_draft=2),
+        "two": SpeculationParams(num_speculative_tokens=2),
         "all": SpeculationParams(),
     }
     prompt = (3, 5) * 6
@@ -336,6 +336,6 @@ def test_a_trace_has_the_speedup_so_far_and_costs_nothing_unless_asked_for(
 
 def test_a_server_that_is_off_stays_off_for_a_request_that_wants_drafts() -> None:
     built = make_engine(drafter="lookup", mode="off")
-    wish = SpeculationParams(enabled=True, drafter="lookup", max_draft=4)
+    wish = SpeculationParams(enabled=True, drafter="lookup", num_speculative_tokens=4)
     done = run(built, [ask("r", (3, 5) * 6, 30, wish, ignore_eos=True)])
     assert not any(stats.drafted_by_position for stats in done.stats)

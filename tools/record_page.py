@@ -26,18 +26,18 @@ from typing import Any
 
 from PIL import Image
 
-SIZE = {"width": 860, "height": 620}
+WIDTH, HEIGHT = 860, 700
 MOST_BYTES = 1_000_000
 SECONDS_BETWEEN = 0.1  # of two pictures, at first
 MOST_PICTURES = 120  # of a scene; in a longer one every other is left out, and so on
 LAST_SECONDS = 3.0  # for which the end of a scene stays
 QUALITIES = (70, 55, 40, 25)
 
-CHAT = (
+CHAT = "Write a short poem about a river, then repeat the poem word by word."
+RACE = (
     "Write a Python function that adds two numbers, then one that subtracts them, then one that "
     "multiplies them."
 )
-RACE = "Write the numbers from one to twenty as words, each on a line of its own."
 WARM_UP = "Write a list of ten animals, then the same list once more."
 
 _URL = re.compile(r"^  URL +(http://\S+)/v1$", re.MULTILINE)
@@ -114,9 +114,10 @@ def record(page: Any, url: str, output: Path, tokens: int) -> None:
     page.click("#clear")
     film = Film(page)
     _say(page, CHAT, tokens)
+    page.evaluate("() => scrollTo(0, 0)")
     film.follow("#send:enabled")
     page.check("#refused")
-    page.screenshot(path=str(output / "page.png"))
+    _picture(page, output / "page.png")
     page.uncheck("#refused")
     page.click("#tab-race")
     page.fill("#race-prompt", RACE)
@@ -126,7 +127,13 @@ def record(page: Any, url: str, output: Path, tokens: int) -> None:
     page.click("#tab-state")
     page.wait_for_selector("#recent td")
     page.wait_for_timeout(5000)  # a few points of what is going on
-    page.screenshot(path=str(output / "state.png"), full_page=True)
+    _picture(page, output / "state.png", full_page=True)
+
+
+def _picture(page: Any, file: Path, *, full_page: bool = False) -> None:
+    page.evaluate("() => scrollTo(0, 0)")
+    picture = Image.open(io.BytesIO(page.screenshot(full_page=full_page))).convert("RGB")
+    picture.quantize(64).save(file, optimize=True)
 
 
 def _say(page: Any, text: str, tokens: int) -> None:
@@ -148,7 +155,7 @@ def main() -> None:
     log = Path(arguments.output) / "record_page.log"
     with server(arguments.url, log) as url, sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])
-        page = browser.new_page(viewport=SIZE)
+        page = browser.new_page(viewport={"width": WIDTH, "height": HEIGHT})
         page.set_default_timeout(600_000)
         record(page, url, arguments.output, arguments.tokens)
         browser.close()

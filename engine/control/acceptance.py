@@ -1,21 +1,18 @@
 """How likely the next draft token is to be accepted: by sequence, drafter and bucket.
 
-Each (sequence, drafter, bucket) has decayed counts of draft tokens that were judged and kept.
-Tokens after the first refusal were never judged and count neither way (the data are censored); a
-draft that is cut by the end of the sequence refuses nothing. Counts of one sequence are few, so
-they are shrunk to the pool: the same counts over all sequences, by drafter and bucket.
-
-Acceptance means that of a draft's first token. How it falls with depth (that of heads does) is a
-property of the drafter: a factor for each depth, by which the tokens that were judged there are
-weighed. It never rises: who gets far does so with texts that are easier than was known.
-
+Each has decayed counts of draft tokens that were judged and kept, shrunk to the pool: the same
+counts over all sequences of a drafter. Tokens after the first refusal were never judged and count
+neither way (the data are censored); a draft that is cut by the end of the sequence refuses nothing.
 A *bucket* is what a drafter knows before it drafts, such as the length of the match it would
-continue; drafters that know nothing always use bucket 0.
+continue, else 0. Acceptance is that of a draft's first token; how it falls with depth is a factor
+for each depth of a drafter, by which the tokens that were judged there are weighed. docs/theory.md
+has the reasons.
 """
 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -30,7 +27,6 @@ _POOL_KEEP = 0.995
 
 #: Judged tokens that the pool is worth for a sequence, and all buckets for one of them.
 _PRIOR = 4.0
-_BUCKET_PRIOR = 4.0
 
 #: Of a draft that was refused at once so many times in a row and more, the estimate falls by this
 #: factor each time, whatever it rests on: the text has changed.
@@ -66,7 +62,7 @@ class _Counts:
 
 
 @dataclass(slots=True)
-class _Pool:
+class Pool:
     """All sequences of one drafter: altogether, by bucket and by depth.
 
     Attributes:
@@ -122,7 +118,7 @@ class _Pool:
         self.total.add(kept, judged, _POOL_KEEP)
         own = self.buckets.setdefault(bucket, _Counts())
         own.add(kept, judged, _POOL_KEEP)
-        self.estimates[bucket] = _shrunk(own, self.overall, _BUCKET_PRIOR)
+        self.estimates[bucket] = _shrunk(own, self.overall, _PRIOR)
 
 
 @dataclass(slots=True)
@@ -153,7 +149,7 @@ class AcceptanceModel:
     """
 
     def __init__(self) -> None:
-        self._pools: dict[str, _Pool] = {}
+        self.pools: defaultdict[str, Pool] = defaultdict(Pool)
         self._own: dict[tuple[Sequence, str], _Own] = {}
 
     @property
@@ -163,9 +159,7 @@ class AcceptanceModel:
 
     def estimate(self, sequence: Sequence, drafter: str, bucket: int) -> float:
         """The probability that the first draft token is accepted."""
-        pool = self._pools.get(drafter)
-        if pool is None:
-            return self.typical(drafter)
+        pool = self.pools[drafter]
         expected = pool.estimates.get(bucket)
         if expected is None:
             expected = pool.overall
@@ -177,12 +171,12 @@ class AcceptanceModel:
             expected += pool.trust * (_shrunk(counts, expected, _PRIOR) - expected)
         if own.refusals > _PATIENCE:
             expected *= _LOST_PATIENCE ** (own.refusals - _PATIENCE)
-        return min(expected, 1.0)
+        return expected if expected < 1.0 else 1.0
 
     def by_depth(self, drafter: str, depth: int) -> Floats:
         """Acceptance at depths 1 to `depth`, each if all tokens before it are accepted, as
         multiples of that of the first token; never rising."""
-        factors = self._pools[drafter].factors()[:depth] if drafter in self._pools else [1.0]
+        factors = self.pools[drafter].factors()[:depth]
         return np.array(factors + factors[-1:] * (depth - len(factors)))
 
     def learn(self, sequence: Sequence, drafter: str, bucket: int, verdict: Verdict) -> None:
@@ -192,7 +186,7 @@ class AcceptanceModel:
         refused = kept < verdict.drafted and len(verdict.emitted) > kept
         if not kept + refused:
             return
-        pool = self._pools.setdefault(drafter, _Pool())
+        pool = self.pools[drafter]
         own = self._own.setdefault((sequence, drafter), _Own())
         own.refusals = 0 if kept else own.refusals + 1
         judged = pool.learn_depths(kept, kept + refused, self.estimate(sequence, drafter, bucket))
@@ -206,20 +200,3 @@ class AcceptanceModel:
         """Forgets a sequence."""
         for drafter in sequence.drafters:
             self._own.pop((sequence, drafter), None)
-
-    def typical(self, drafter: str) -> float:
-        """Acceptance of a sequence that nothing is known of yet."""
-        return (self._pools.get(drafter) or _Pool()).overall
-
-    def describe(self) -> dict[str, dict[str, object]]:
-        """By drafter: acceptance over all buckets, in each that was met, and by depth; and how
-        many judged tokens that rests on."""
-        return {
-            name: {
-                "acceptance": pool.overall,
-                "judged_tokens": pool.total.judged,
-                "by_bucket": dict(sorted(pool.estimates.items())),
-                "by_depth": [min(pool.overall * factor, 1.0) for factor in pool.factors()],
-            }
-            for name, pool in self._pools.items()
-        }

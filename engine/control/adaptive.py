@@ -1,9 +1,9 @@
 """The planner that is never slower: it drafts where measured times say that it pays.
 
-Three ideas: what a step costs is measured at start and followed while serving (`costs`); all
-draft tokens of all sequences stand in one queue by their odds, which is cut where tokens per
-second are most (`allocation`); and what was left out is looked at again from a small account
-(`probes`). A guard watches what became of it.
+What a step costs is measured at start and followed while serving (`costs`); all draft tokens of
+all sequences stand in one queue by their odds (`acceptance`), which is cut where tokens per second
+are most (`allocation`); what was left out is looked at again from a small account (`probes`). A
+guard watches what became of it. The reasons are in docs/theory.md.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from collections import Counter
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+from engine.config import NO_DRAFTER
 from engine.control.acceptance import AcceptanceModel
 from engine.control.allocation import Allocation, Line, allocate
 from engine.control.costs import CostModel, Floats
 from engine.control.guard import Guard
-from engine.control.options import Mode, OffReason, PlannerOptions
-from engine.control.planner import Assignment, nobody
+from engine.control.planner import Assignment, Mode
 from engine.control.probes import Prober
-from engine.draft.drafter import Verdict
+from engine.draft.drafter import Advisor, NoAdvice, Verdict
 from engine.load import Load, loads_of
 from engine.meter.gain import Basis, Gain
-from engine.scheduler import ScheduledSequence, StepPlan
+from engine.scheduler import StepPlan
 from engine.sequence import Sequence, Status
-from engine.stats import StepStats
+from engine.stats import OffReason, StepStats
 
 #: Drafts begin where they are expected to save this share of a step, and go on while they save
 #: anything: near the border the noise of estimates would switch back and forth.
@@ -73,8 +73,11 @@ class AdaptivePlanner:
     """Maximises expected tokens per second in every step, from past data only.
 
     Args:
-        options: how to plan.
+        depth: longest draft of any sequence.
         costs: of this machine; kept current here.
+        mode: server-wide.
+        advisor: what drafters know before they draft.
+        seed: of the lottery for shadow steps.
 
     Attributes:
         off_reasons: counter; rows that decoded without a draft, by reason.
@@ -83,17 +86,22 @@ class AdaptivePlanner:
         typical_context: cached tokens of a decoding sequence, in the last step.
     """
 
-    def __init__(self, options: PlannerOptions, costs: CostModel) -> None:
-        self.options = options
-        self.costs = costs
+    def __init__(
+        self,
+        depth: int,
+        costs: CostModel,
+        mode: Mode = Mode.AUTO,
+        advisor: Advisor | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.depth, self.costs, self.mode = depth, costs, mode
+        self.advisor = advisor or NoAdvice()
         self.acceptance = AcceptanceModel()
         self.guard = Guard()
-        self.prober = Prober(options.seed)
+        self.prober = Prober(seed)
         self.off_reasons: Counter[OffReason] = Counter()
-        self.wasted_tokens = 0
-        self.steps = 0
-        self.typical_context = 0
-        self._speculating: set[int] = set()  # octaves of batch sizes
+        self.wasted_tokens = self.steps = self.typical_context = 0
+        self._speculating: dict[int, bool] = {}  # by octave of batch sizes
         self._pending: _Step | None = None
 
     # -- before the step -----------------------------------------------------------------
@@ -102,14 +110,12 @@ class AdaptivePlanner:
         """See `Planner.choose`."""
         self.steps += 1
         step = self._pending = self._read(plan)
-        if step.lines and self.options.mode is Mode.FIXED:
-            self._follow_orders(step)
-        elif step.lines:
-            self._optimise(step)
-        chosen = nobody(plan)
+        if step.lines:
+            self._decide(step)
+        drafters = [scheduled.sequence.drafters[0] for scheduled in plan.scheduled]
         for index, line in step.used.items():
-            chosen.drafters[index], chosen.lengths[index] = line.drafter, step.lengths[index]
-        return chosen
+            drafters[index] = line.drafter
+        return Assignment(step.lengths, drafters)
 
     def release(self, sequence: Sequence) -> None:
         """See `Planner.release`."""
@@ -119,67 +125,63 @@ class AdaptivePlanner:
     def _read(self, plan: StepPlan) -> _Step:
         """Notes the load of a plan, and who may draft."""
         step = _Step(plan, *loads_of(plan), lengths=[0] * len(plan.scheduled))
-        off = self.options.mode is Mode.OFF
-        by_depth: dict[str, Floats] = {}
+        off, known = self.mode is Mode.OFF, dict[str, tuple[Floats, bool]]()
         for index, scheduled in enumerate(plan.scheduled):
             if not scheduled.samples:
                 continue
-            reason = OffReason.SERVER if off else _refusal(scheduled)
-            if reason is None and not self._offer(step, index, by_depth):
-                reason = OffReason.NO_PROPOSAL
-            # The end of a prompt could not speculate anyway.
-            if reason is not None and scheduled.sequence.num_generated:
-                step.why_not[index] = reason
+            if not off and scheduled.granted_drafts:
+                if not self._offer(step, index, known):
+                    step.why_not[index] = OffReason.NO_PROPOSAL
+            elif scheduled.sequence.num_generated:  # the end of a prompt could not draft anyway
+                step.why_not[index] = OffReason.SERVER if off else _refusal(scheduled.sequence)
         return step
 
-    def _offer(self, step: _Step, index: int, by_depth: dict[str, Floats]) -> bool:
-        """Notes what the drafters of a sequence have to offer; tells whether that is anything."""
+    def _offer(self, step: _Step, index: int, known: dict[str, tuple[Floats, bool]]) -> bool:
+        """Notes what the drafters of a sequence have to offer; tells whether that is anything.
+
+        Args:
+            known: by drafter what it has in common for all sequences; filled here.
+        """
         scheduled, before = step.plan.scheduled[index], len(step.lines)
-        sequence, limit, advisor = scheduled.sequence, scheduled.max_draft, self.options.advisor
+        sequence, advisor = scheduled.sequence, self.advisor
         for name in sequence.drafters:
             bucket = advisor.outlook(name, sequence)
             if bucket is None:
                 continue
-            if name not in by_depth:
-                by_depth[name] = self.acceptance.by_depth(name, self.options.depth)
+            if name not in known:
+                depths = self.acceptance.by_depth(name, self.depth)
+                known[name] = depths, self.costs.draft(name).runs_model
+            (depths, runs_model), limit = known[name], scheduled.granted_drafts
             odds, backlog = self.acceptance.estimate(sequence, name, bucket), 0
-            if self.costs.draft(name).runs_model:
+            if runs_model:
                 backlog = max(0, advisor.backlog(name, sequence) - _REGULAR_READ)
-            step.lines.append(Line(index, name, limit, odds, bucket, backlog, by_depth[name]))
+            step.lines.append(Line(index, name, limit, odds, bucket, backlog, depths))
         return len(step.lines) > before
 
-    def _follow_orders(self, step: _Step) -> None:
-        """All that is allowed, from the first drafter that has something to offer, but for the
-        plain steps that the meter needs."""
-        if self._is_shadow(step, None):
-            step.leave_out(OffReason.SHADOW)
-            return
-        for line in reversed(step.lines):
-            step.draft(line, line.limit)
-
-    def _optimise(self, step: _Step) -> None:
-        batch, costs = step.decode.batch, self.costs
+    def _decide(self, step: _Step) -> None:
+        """Who drafts; and why the others do not."""
+        batch = step.decode.batch
+        if self.mode is Mode.FIXED:
+            if self._is_shadow(step, None):
+                return step.leave_out(OffReason.SHADOW)
+            for line in reversed(step.lines):  # the first drafter that has something
+                step.draft(line, line.limit)
+            return None
         if self.guard.closed(batch):
-            step.leave_out(OffReason.GUARD)
-            return
-        best = allocate(step.lines, step.decode, step.whole, costs, self.options.depth)
-        if self._worth_it(batch, best):
+            return step.leave_out(OffReason.GUARD)
+        best = allocate(step.lines, step.decode, step.whole, self.costs, self.depth)
+        octave, bar = batch.bit_length(), _WORTH_STARTING * best.plain_seconds
+        bar = 0.0 if self._speculating.get(octave) else bar
+        self._speculating[octave] = best.saved_seconds > bar
+        if self._speculating[octave]:
             if self._is_shadow(step, best.saved_seconds):
-                step.leave_out(OffReason.SHADOW)
-                return
+                return step.leave_out(OffReason.SHADOW)
             for line, length in zip(step.lines, best.lengths, strict=True):
                 if length:
                     step.draft(line, length)
-        if best.promise > 0.0:
+        if best.could_pay and len(step.used) < len(step.lines):
             self._probe(step, best)
-        step.leave_out(OffReason.NOT_WORTH_IT)
-
-    def _worth_it(self, batch: int, best: Allocation) -> bool:
-        octave = batch.bit_length()
-        bar = 0.0 if octave in self._speculating else _WORTH_STARTING
-        worth = best.gain > bar
-        (self._speculating.add if worth else self._speculating.discard)(octave)
-        return worth
+        return step.leave_out(OffReason.NOT_WORTH_IT)
 
     def _is_shadow(self, step: _Step, loss: float | None) -> bool:
         """Whether the drafts of this step are left out to measure a plain one; with prefill in
@@ -202,11 +204,10 @@ class AdaptivePlanner:
         if not groups:
             return
         name, group = sorted(groups.items())[self.steps % len(groups)]
-        if self.prober.pay(*self._price(step, best, name, group)):
+        sequences = [step.plan.scheduled[line.index].sequence for line in group]
+        if self.prober.probe(sequences, self.steps, *self._price(step, best, name, group)):
             step.probed = {line.index for line in group}
             step.token_seconds = best.token_seconds
-            sequences = [step.plan.scheduled[line.index].sequence for line in group]
-            self.prober.probed(sequences, self.steps)
             for line in group:
                 step.draft(line, 1)
 
@@ -219,11 +220,12 @@ class AdaptivePlanner:
         price = float(table[-1] - table[planned]) + self.costs.extra * count
         own = [step.lengths[i] for i, line in step.used.items() if line.drafter == name]
         price += draft.seconds_of(own + [1] * count) - (draft.seconds_of(own) if own else 0.0)
-        price += draft.read_seconds * sum(line.backlog for line in group)
+        price += draft.each_seconds[2] * sum(line.backlog for line in group)
         brings = sum(line.acceptance for line in group)
         for used in (step.used.get(line.index) for line in group):
             if used is not None:  # who drafts already loses what that draft would have brought
-                brings -= used.tokens(step.lengths[used.index])
+                odds = used.acceptance * used.by_depth[: step.lengths[used.index]]
+                brings -= float(odds.cumprod().sum())
         return price, brings * best.token_seconds
 
     # -- after the step ------------------------------------------------------------------
@@ -280,14 +282,10 @@ class AdaptivePlanner:
                 self.prober.succeeded(sequence, self.steps, step.token_seconds)
 
 
-def _refusal(scheduled: ScheduledSequence) -> OffReason | None:
-    """Why a sequence cannot draft, whatever it is worth; None if it can."""
-    sequence = scheduled.sequence
-    silent = sequence.drafters == ("none",)
-    if scheduled.max_draft and not silent:
-        return None
-    if sequence.max_draft == 0:
-        return OffReason.REQUEST
-    if silent:
+def _refusal(sequence: Sequence) -> OffReason:
+    """Why a sequence that was granted no drafts could not draft, whatever it is worth."""
+    if sequence.drafters == (NO_DRAFTER,):
         return OffReason.NO_DRAFTER
+    if sequence.draft_limit == 0:
+        return OffReason.REQUEST
     return OffReason.LAST_TOKEN if sequence.room <= 1 else OffReason.NO_BUDGET

@@ -1,15 +1,11 @@
 """Which sequences get how many draft tokens, so that the step yields the most tokens a second.
 
 All candidates (draft tokens that could be checked, of all sequences) stand in one queue, the
-likeliest to survive first. Since a token is never likelier to survive than the one before it,
-every front part of the queue gives each sequence the beginning of its draft. Each front part is
-priced with the measured costs, which rise in steps, and the best one wins. This is exact for
-independent outcomes. Where the rounds of a draft model cost, there are several queues, each up to
-some number of rounds. Nothing depends on the tokens themselves, so every verification rule stays
-lossless.
-
-Where several drafters may guess for a sequence, there are several such queues: one for each
-drafter alone, and one with the drafter for each sequence that gains most by itself.
+likeliest to survive first. A token is never likelier to survive than the one before it, so every
+front part of the queue is the beginning of each draft; it is priced with the measured costs, and
+the best one wins, which is exact for independent outcomes. Where the rounds of a draft model cost
+there is a queue for each number of them; where there are several drafters, one for each alone and
+one of the best for each sequence. Nothing depends on the tokens, so all verification is lossless.
 """
 
 from __future__ import annotations
@@ -43,12 +39,12 @@ class Line:
     Attributes:
         index: of the sequence, in the order of the step.
         drafter: name.
-        limit: most draft tokens.
+        limit: most draft tokens, at least 1.
         acceptance: of the first draft token.
         bucket: that the acceptance is of.
         backlog: tokens the drafter has to catch up with first, beyond those of any step.
         by_depth: acceptance at each depth if all tokens before it are accepted, as multiples of
-            `acceptance`; the same for all lines of a drafter.
+            `acceptance`, at most 1; the same for all lines of a drafter.
     """
 
     index: int
@@ -59,12 +55,8 @@ class Line:
     backlog: int = 0
     by_depth: Floats = field(default_factory=lambda: FLAT)
 
-    def tokens(self, length: int) -> float:
-        """Expected of a draft of this length."""
-        return float(_survival(self.acceptance * self.by_depth[:length]).sum())
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Allocation:
     """The best draft lengths, and why.
 
@@ -75,8 +67,8 @@ class Allocation:
         plain_seconds: of the same step without drafts.
         token_seconds: what a token is worth: seconds of pure decoding, at its best, for one.
         saved_seconds: expected gain over no drafts at all.
-        promise: the same if every draft token were accepted. Where it is not positive, trying
-            teaches nothing of use.
+        could_pay: whether there were a gain if every draft token were accepted. Where there is
+            none, trying teaches nothing of use.
     """
 
     lengths: list[int]
@@ -84,46 +76,24 @@ class Allocation:
     seconds: float
     plain_seconds: float
     token_seconds: float
-    saved_seconds: float
-    promise: float
-
-    @property
-    def gain(self) -> float:
-        """Expected saving as a share of the step without drafts."""
-        return self.saved_seconds / self.plain_seconds
+    saved_seconds: float = 0.0
+    could_pay: bool = True
 
 
 @dataclass(slots=True)
 class _Queue:
-    """Some candidates in order, with expected tokens and seconds of every front part: [1 + N]."""
+    """Some candidates in order; of every front part, the empty one first, what it yields and takes:
+    [1 + N]."""
 
     lines: Ints  # [N]
-    tokens: Floats
+    more: Floats  # tokens that are expected of drafts
     alone: Floats  # seconds of the emitting sequences alone
     whole: Floats  # with the prefill that shares the pass
 
-    @property
-    def token_seconds(self) -> float:
+    def token_seconds(self, batch: int) -> float:
         """Of a token at its cheapest."""
-        each = self.alone / self.tokens
+        each = self.alone / (self.more + batch)
         return float(each[each.argmin()])  # a fraction of what `min` takes
-
-    def best(self, token_seconds: float) -> tuple[float, int]:
-        """The best front part: what it yields beyond its price, in seconds, and its size."""
-        score = self.tokens * token_seconds - self.whole
-        at = int(score.argmax())
-        return float(score[at]), at
-
-    def promise(self, token_seconds: float) -> float:
-        """The best score if every draft token were accepted."""
-        score = (self.tokens[0] + COUNTS[: len(self.whole)]) * token_seconds - self.whole
-        return float(score[score.argmax()])
-
-
-def _survival(acceptance: Floats) -> Floats:
-    """Odds of tokens at depths 1, 2, ... (the last axis) from those of each by itself; they never
-    rise."""
-    return np.minimum(acceptance, 1.0).cumprod(axis=-1)
 
 
 def allocate(
@@ -132,7 +102,7 @@ def allocate(
     """Chooses draft lengths, and the drafter of each sequence.
 
     Args:
-        lines: at least one, those of a sequence together.
+        lines: at least one.
         decode: the step's emitting sequences alone.
         whole: with the prefill that shares the pass. Its cost is paid either way, so a token
             is worth what it takes in pure decoding, and only what drafts add is weighed.
@@ -140,129 +110,140 @@ def allocate(
         depth: longest draft.
     """
     pricing = _Pricing(lines, decode, whole, costs, depth)
-    names = sorted({line.drafter for line in lines})
-    queues = [queue for name in names for queue in pricing.queues(pricing.lines_of(name))]
-    worth = min([queue.token_seconds for queue in queues])
+    names = list(pricing.groups)
+    queues = [queue for name in names for queue in pricing.queues([name], pricing.groups[name])]
+    worth = min([queue.token_seconds(decode.batch) for queue in queues])
     if len(names) > 1:
-        more = list(pricing.queues(pricing.best_lines(worth)))
-        worth = min(worth, *(queue.token_seconds for queue in more))
-        queues += more
-    found = [queue.best(worth) for queue in queues]
-    (score, at), best = max(zip(found, queues, strict=True), key=lambda pair: pair[0][0])
-    plain_seconds = float(best.whole[0])
-    plain = decode.batch * worth - plain_seconds
-    return Allocation(
-        lengths=np.bincount(best.lines[:at], minlength=len(lines)).tolist(),
-        tokens=float(best.tokens[at]),
-        seconds=float(best.whole[at]),
-        plain_seconds=plain_seconds,
-        token_seconds=worth,
-        saved_seconds=score - plain if at else 0.0,
-        promise=max([queue.promise(worth) for queue in queues]) - plain,
+        queues += pricing.queues(names, pricing.best_lines(worth))
+        worth = min([queue.token_seconds(decode.batch) for queue in queues])
+    plain = float(queues[0].whole[0])
+    best = Allocation([0] * len(lines), decode.batch, plain, plain, worth)
+    for queue in queues:
+        score = queue.more * worth - queue.whole
+        at = int(score.argmax())
+        if at and score[at] + plain > best.saved_seconds:
+            best.saved_seconds = float(score[at]) + plain
+            best.tokens, best.seconds = decode.batch + float(queue.more[at]), float(queue.whole[at])
+            best.lengths = np.bincount(queue.lines[:at], minlength=len(lines)).tolist()
+    best.could_pay = best.saved_seconds > 0.0 or any(
+        (COUNTS[: len(queue.whole)] * worth - queue.whole).max() > -plain for queue in queues
     )
+    return best
 
 
 class _Pricing:
-    """Makes queues of candidates and prices them."""
+    """Makes queues of candidates and prices them.
+
+    Attributes:
+        groups: by drafter, its lines.
+    """
 
     def __init__(
         self, lines: Sequence[Line], decode: Load, whole: Load, costs: CostModel, depth: int
     ) -> None:
-        self._lines, self._decode, self._costs = lines, decode, costs
-        self._depth = depth
-        depths = COUNTS[1 : depth + 1]
-        by_depth = lines[0].by_depth
-        if len({line.drafter for line in lines}) > 1:
-            by_depth = np.array([line.by_depth for line in lines])
-        first = np.array([line.acceptance for line in lines])
-        self._survival = _survival(first[:, None] * by_depth[..., :depth])
-        self._room = len(lines) * depth
-        limits = [line.limit for line in lines]
-        if min(limits) < depth:
-            self._survival[depths > np.array(limits)[:, None]] = -1.0  # never taken
-            self._room = int(np.count_nonzero(self._survival >= 0.0))
-        self._read = np.zeros(0)  # seconds of catching up, for each of the steps that gain by it
-        if any(line.backlog for line in lines):
-            seconds = [line.backlog * costs.draft(line.drafter).read_seconds for line in lines]
-            self._read = np.array(seconds) / _CATCH_UP_STEPS
-        aside = costs.extra * COUNTS[: self._room + 1] + costs.overhead(decode.batch)
-        self._alone = costs.target.table(decode, self._room) + aside
-        same = decode == whole
-        self._whole = self._alone if same else costs.target.table(whole, self._room) + aside
-
-    def lines_of(self, name: str) -> Ints:
-        """The lines of one drafter."""
-        return np.array([n for n, line in enumerate(self._lines) if line.drafter == name])
-
-    def queues(self, lines: Ints) -> Iterator[_Queue]:
-        """The queues of some lines, no two of them of one sequence."""
-        every = len(lines) == len(self._survival)
-        survival = self._survival if every else self._survival[lines]
+        self._lines, self._batch, self._costs, self._depth = lines, decode.batch, costs, depth
+        self.groups: dict[str, list[int]] = {}
+        for number, line in enumerate(lines):
+            self.groups.setdefault(line.drafter, []).append(number)
+        self._survival = self._survive()
+        self._each = self._price_each()
         # Ties keep the order of depth, so that fronts remain beginnings of drafts.
-        order = (-survival).ravel().argsort(kind="stable")
-        if self._room < self._survival.size:
-            order = order[: np.count_nonzero(survival >= 0.0)]
-        place = order // self._depth
-        depth = order - place * self._depth
-        lines, value = lines[place], survival.ravel()[order]
-        names = [line.drafter for line in self._lines]
-        distinct = set(names) if every else {names[n] for n in lines}
-        groups = {name: self._costs.draft(name).has_rounds for name in distinct}
-        if not any(groups.values()):
-            yield self._price(list(groups), lines, depth, value)
+        order = (-self._survival).ravel().argsort(kind="stable")
+        room = len(order) if self._all else int(np.count_nonzero(self._survival >= 0.0))
+        self._order = order[:room]
+        self._place, self._at = np.divmod(self._order, depth)
+        overhead = costs.overhead(decode.batch)
+        self._alone = costs.target.table(decode, room) + overhead
+        self._whole = self._alone
+        if whole != decode:
+            self._whole = costs.target.table(whole, room) + overhead
+
+    def _survive(self) -> Floats:
+        """Odds of every candidate, [lines, depths], below 0 where it must not be taken."""
+        by_depth = self._lines[0].by_depth[: self._depth]
+        if len(self.groups) > 1:
+            by_depth = np.array([line.by_depth[: self._depth] for line in self._lines])
+        first = np.array([line.acceptance for line in self._lines])
+        survival: Floats = (first[:, None] * by_depth).cumprod(axis=1)
+        limits = [line.limit for line in self._lines]
+        self._all = min(limits) >= self._depth
+        if not self._all:
+            survival[COUNTS[1 : self._depth + 1] > np.array(limits)[:, None]] = -1.0
+        return survival
+
+    def _price_each(self) -> Floats:
+        """Seconds that a candidate adds by itself outside of the pass: [lines, depths]."""
+        each = np.empty_like(self._survival)
+        each.fill(self._costs.extra)
+        for name, own in self.groups.items():
+            sequence, token, read = self._costs.draft(name).each_seconds
+            rows = own if len(self.groups) > 1 else slice(None)
+            each[rows] += token
+            each[rows, 0] += sequence
+            for number in own:
+                if backlog := self._lines[number].backlog:
+                    each[number, 0] += backlog * read / _CATCH_UP_STEPS
+        return each
+
+    def queues(self, names: Sequence[str], lines: Sequence[int]) -> Iterator[_Queue]:
+        """The queues of some drafters' lines, no two of them of one sequence."""
+        keep: Ints | slice = slice(None)
+        if len(lines) < len(self._lines):
+            chosen = np.zeros(len(self._lines), dtype=bool)
+            chosen[lines] = True
+            keep = chosen[self._place].nonzero()[0]
+        order, place, at = self._order[keep], self._place[keep], self._at[keep]
+        in_rounds = [name for name in names if self._costs.draft(name).has_rounds]
+        if not in_rounds:
+            yield self._price(names, order, place, at)
             return
-        in_rounds = np.array([groups.get(name, False) for name in names])[lines]
-        for rounds in _MOST_ROUNDS:
-            keep = ~in_rounds | (depth < rounds)
-            yield self._price(list(groups), lines[keep], depth[keep], value[keep])
-            if keep.all():
+        rounds = at
+        if len(in_rounds) < len(names):
+            rounds = np.where(self._of(in_rounds)[place], at, 0)
+        for most in _MOST_ROUNDS:
+            within = rounds < most
+            yield self._price(names, order[within], place[within], at[within])
+            if within.all():
                 return
 
-    def _price(self, names: list[str], lines: Ints, depth: Ints, value: Floats) -> _Queue:
-        """Prices every front part of a queue of so many lines' candidates."""
-        size = len(lines) + 1
-        tokens = np.empty(size)
-        tokens[0] = self._decode.batch
-        tokens[1:] = value
-        tokens = tokens.cumsum()
-        alone, first = self._alone[:size].copy(), depth == 0
+    def _of(self, names: Sequence[str]) -> NDArray[np.bool_]:
+        """Which lines are those of some drafters."""
+        return np.array([line.drafter in names for line in self._lines])
+
+    def _price(self, names: Sequence[str], order: Ints, place: Ints, at: Ints) -> _Queue:
+        """Prices every front part of a queue."""
+        size = len(order) + 1
+        more, alone = np.zeros(size), self._alone[:size].copy()
+        self._survival.ravel()[order].cumsum(out=more[1:])
+        alone[1:] += self._each.ravel()[order].cumsum()
         for name in names:
-            if len(names) == 1:
-                sequences, count, deepest = first.cumsum(), COUNTS[1:size], depth
-            else:
-                own = np.array([line.drafter == name for line in self._lines])[lines]
-                sequences, count = (first & own).cumsum(), own.cumsum()
-                deepest = np.where(own, depth, -1)
-            drafting = self._costs.draft(name).seconds(
-                sequences, np.maximum.accumulate(deepest) + 1, count
-            )
-            alone[1:] += drafting
-        if len(self._read):
-            alone[1:] += (self._read[lines] * first).cumsum()
+            deepest, count = at, COUNTS[1:size]
+            if len(names) > 1:
+                own = self._of([name])[place]
+                deepest, count = np.where(own, at, -1), own.cumsum()
+            rounds = np.maximum.accumulate(deepest) + 1
+            alone[1:] += self._costs.draft(name).shared_seconds(rounds, count)
         whole = alone
         if self._whole is not self._alone:
             whole = alone + (self._whole[:size] - self._alone[:size])
-        return _Queue(lines, tokens, alone, whole)
+        return _Queue(place, more, alone, whole)
 
-    def best_lines(self, worth: float) -> Ints:
+    def best_lines(self, worth: float) -> list[int]:
         """One line of each sequence: the drafter that gains most if all of its lines share its
         calls and rounds.
 
         Args:
             worth: seconds of a token.
         """
-        depths, batch = COUNTS[1 : self._depth + 1], self._decode.batch
-        net = np.maximum(self._survival, 0.0).cumsum(axis=1) * worth
-        net -= depths * (self._alone[min(batch, len(self._alone) - 1)] - self._alone[0]) / batch
-        for name in {line.drafter for line in self._lines}:
-            own = self.lines_of(name)
-            sharing = np.full(self._depth, float(len(own)))
-            drafting = self._costs.draft(name).seconds(sharing, depths, sharing * depths)
-            net[own] -= drafting / len(own)
-        if len(self._read):
-            net -= self._read[:, None]
+        depths = COUNTS[1 : self._depth + 1]
+        net = np.maximum(self._survival, 0.0).cumsum(axis=1) * worth - self._each.cumsum(axis=1)
+        row = self._alone[min(self._batch, len(self._alone) - 1)] - self._alone[0]
+        net -= depths * row / self._batch
+        for name, own in self.groups.items():
+            shared = self._costs.draft(name).shared_seconds(depths, len(own) * depths)
+            net[own] -= shared / len(own)
         net[self._survival < 0.0] = -np.inf
-        best, owners = net.max(axis=1), np.array([line.index for line in self._lines])
-        order = np.lexsort((-best, owners))
-        chosen: Ints = np.sort(order[np.diff(owners[order], prepend=-1) > 0])
-        return chosen
+        best: dict[int, tuple[float, int]] = {}
+        for number, (line, gain) in enumerate(zip(self._lines, net.max(axis=1), strict=True)):
+            best[line.index] = max(best.get(line.index, (-np.inf, 0)), (gain, number))
+        return [number for _, number in best.values()]

@@ -5,9 +5,8 @@ sampling, pages, what happens between steps). The pass is predicted as
 
     seconds = scale * (body(rows) * correction(rows) + head(logits) + by sequence, token, pair)
 
-where body, head and terms are calibrated at start. `scale` follows every pass, so that another
-process or a clock that drops concerns all sizes at once; `correction` is one factor for each octave
-of rows, straight in between. Both follow the same error, or they would pull at each other for ever.
+where body, head and terms are calibrated at start. Scale and corrections follow the same error, or
+they would pull at each other for ever.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from engine.control.calibration import ASSUMED, Calibration
+from engine.calibration import ASSUMED, Calibration
 from engine.load import Load
 
 Floats = NDArray[np.float64]
@@ -152,12 +151,6 @@ class VerifyCost:
         if self._moved > _STALE:
             self._rebuild()
 
-    @property
-    def terms(self) -> tuple[float, float, float]:
-        """Seconds per sequence, per cached token read, and per pair of query and cached token."""
-        sequence, context, pair = (self._scale.weights[0] * term for term in self._terms)
-        return sequence, context, pair
-
     def _places(self, load: Load) -> tuple[int, int]:
         last = len(self._curve) - 1
         return min(load.rows, last), min(load.rows - load.silent, last)
@@ -204,17 +197,16 @@ class DraftCost:
         return passes > 0.0 or each > 0.5 * call
 
     @property
-    def read_seconds(self) -> float:
-        """For each token that it has to catch up with before it drafts."""
-        return self._terms.weights[4]
+    def each_seconds(self) -> tuple[float, float, float]:
+        """For each sequence that drafts, draft token, and token that has to be read first."""
+        _, sequence, _, token, read, _ = self._terms.weights
+        return sequence, token, read
 
-    def seconds(self, sequences: Floats, rounds: Floats, tokens: Floats) -> Floats:
-        """Elementwise: for so many sequences that draft, rounds, and tokens altogether."""
-        call, sequence, each, token, _, passes = self._terms.weights
-        result = sequence * sequences
-        result += token * tokens
-        result += call * (sequences > 0)
-        result += each * rounds
+    def shared_seconds(self, rounds: Floats, tokens: Floats) -> Floats:
+        """Elementwise, what sequences share: the call, and so many rounds for so many tokens."""
+        call, _, each, _, _, passes = self._terms.weights
+        result = each * rounds
+        result += call * (rounds > 0)
         if self.runs_model:
             sizes = tokens / np.maximum(rounds, 1.0)
             result += passes * rounds * np.interp(sizes, *self._curve)

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
+from enum import Enum
 from typing import Protocol, TypeVar
 
 from engine.draft.drafter import Advisor, NoAdvice, Verdict
@@ -17,6 +18,14 @@ from engine.stats import StepStats
 logger = logging.getLogger(__name__)
 
 _Answer = TypeVar("_Answer")
+
+
+class Mode(Enum):
+    """Who decides how far to speculate."""
+
+    AUTO = "auto"  # the planner, from what it measured
+    OFF = "off"  # nobody ever drafts
+    FIXED = "fixed"  # always as many as there is room for
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +83,7 @@ class FixedPlanner:
     def choose(self, plan: StepPlan) -> Assignment:
         """See `Planner.choose`."""
         drafters = [self._first(scheduled.sequence) for scheduled in plan.scheduled]
-        return Assignment([scheduled.max_draft for scheduled in plan.scheduled], drafters)
+        return Assignment([scheduled.granted_drafts for scheduled in plan.scheduled], drafters)
 
     def _first(self, sequence: Sequence) -> str:
         names = sequence.drafters

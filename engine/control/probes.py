@@ -26,11 +26,9 @@ _FULL = 8.0
 #: may be what is wrong.
 _LEAST_LOSS = 0.25
 
-#: Steps between probes of one sequence; they double while its probes fail, unless a probe may
-#: lose no more than this share of the account.
+#: Steps between probes of one sequence; they double while its probes fail.
 _PAUSE = 4
 _LONGEST_PAUSE = 32
-_CHEAP = 0.01
 
 #: Of a probe that succeeded: steps until the next one, and the part of its price, as far as its
 #: token was worth it, that comes back.
@@ -67,8 +65,7 @@ class Prober:
 
     def __init__(self, seed: int = 0) -> None:
         self.credit = self.spent = 0.0
-        self._open = self._cheap = False
-        self._paid = 0.0  # for the last probe
+        self._open = False
         self._lottery = random.Random(seed)
         self._waits: dict[Sequence, _Wait] = {}
         self._plain: dict[int, tuple[int, int]] = {}  # by cell: plain steps, and the last of them
@@ -83,42 +80,38 @@ class Prober:
         wait = self._waits.get(sequence)
         return wait is None or wait.due <= step
 
-    def pay(self, price: float, brings: float) -> bool:
-        """Pays for a probe or shadow step, if there is enough.
+    def probe(self, sequences: Seq[Sequence], step: int, price: float, brings: float) -> bool:
+        """Pays for a probe that some sequences share, if there is enough; they then wait for their
+        next one.
 
         Args:
             price: seconds that it takes.
             brings: seconds that what it yields is expected to be worth.
         """
         loss = max(price - brings, _LEAST_LOSS * price)
-        self._cheap = loss <= _CHEAP * self.credit
+        if not self._pay(loss):
+            return False
+        for sequence in sequences:
+            wait = self._waits.setdefault(sequence, _Wait())
+            wait.due, wait.paid = step + wait.pause, loss / len(sequences)
+            wait.pause = min(2 * wait.pause, _LONGEST_PAUSE)
+        return True
+
+    def _pay(self, loss: float) -> bool:
         if loss > self.credit:
             return False
         self.credit -= loss
         self.spent += loss
-        self._paid = loss
         return True
-
-    def probed(self, sequences: Seq[Sequence], step: int) -> None:
-        """Lets those who share the probe that was just paid wait for their next one."""
-        for sequence in sequences:
-            self._wait(sequence, step, self._paid / len(sequences))
-
-    def _wait(self, sequence: Sequence, step: int, paid: float) -> None:
-        wait = self._waits.setdefault(sequence, _Wait())
-        wait.paid = paid
-        wait.due = step + wait.pause
-        wait.pause = _PAUSE if self._cheap else min(2 * wait.pause, _LONGEST_PAUSE)
 
     def succeeded(self, sequence: Sequence, step: int, worth: float) -> None:
         """A probe was accepted: it has brought a token, which is worth so many seconds, and the
-        next one need not wait. Who had waited long gets most of it back for that one; where probes
-        succeed all the time and drafts still do not pay, they would be repeated for nothing."""
+        next one, for which most of the price comes back, need not wait."""
         wait = self._waits[sequence]
-        back, wait.paid = _BACK * min(wait.paid, worth) * (wait.pause > _PAUSE), 0.0
+        back = _BACK * min(wait.paid, worth)
         self.credit += back
         self.spent -= back
-        wait.due, wait.pause = step + _AGAIN, _PAUSE
+        wait.due, wait.pause, wait.paid = step + _AGAIN, _PAUSE, 0.0
 
     def shadow(self, batch: int, step: int, loss: float | None) -> bool:
         """Whether a step should be plain although drafts would pay.
@@ -131,7 +124,7 @@ class Prober:
         seen, last = self._plain.get(cell_of(batch), (0, 0))
         odds = _SHADOW_FEW if seen < _ENOUGH else _SHADOW_OLD if step - last > _OLD else 0.0
         drawn = odds > 0.0 and self._lottery.random() < odds
-        return drawn and (loss is None or self.pay(loss, 0.0))
+        return drawn and (loss is None or self._pay(loss))
 
     def plain(self, batch: int, step: int) -> None:
         """Notes a plain step without prefill."""

@@ -167,7 +167,7 @@ class DrafterPortfolio:
 
     def _drafters_of(self, sequence: Sequence) -> list[str]:
         """Drafters that may be asked for a sequence: none if it never drafts."""
-        if sequence.max_draft == 0:
+        if sequence.draft_limit == 0:
             return []
         return [name for name in sequence.drafters if name in self._drafters]
 

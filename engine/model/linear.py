@@ -58,6 +58,8 @@ class PackedLinear(nn.Module):
         self._kernel = packer.kernel
         self.out_features, self.in_features = weight.shape
         self.dtype = weight.dtype
+        #: Holds nothing; some models look at its type before they call the layer.
+        self.weight = weight.new_empty(0, self.in_features)
         self._packed = packer.arena.keep(pack(weight))
         self._bias = None if bias is None else pad_rows(bias.float()).contiguous()
         self._layer = _Linear(

@@ -41,10 +41,13 @@ async def speculation_params(
             "speculation.trace is switched off on this server (allow_trace: false).",
             "speculation.trace",
         )
+    wish = asked.num_speculative_tokens if asked is not None else None
+    if wish is None and asked is not None:
+        wish = asked.max_draft
     return SpeculationParams(
         enabled=asked.enabled if asked is not None else None,
         drafter=drafter,
-        max_draft=asked.max_draft if asked is not None else None,
+        num_speculative_tokens=wish,
         prediction=tuple(tokens[: info.max_model_len]),
         trace=trace,
     )

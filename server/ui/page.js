@@ -38,7 +38,7 @@ function number(id) {
 function options(speculation = {}) {
   const asked = { trace: true, ...speculation };
   if ($("drafter").value && asked.enabled !== false) asked.drafter = $("drafter").value;
-  if (number("max-draft") !== null && asked.enabled !== false) asked.max_draft = number("max-draft");
+  if (number("max-draft") !== null && asked.enabled !== false) asked.num_speculative_tokens = number("max-draft");
   const body = { max_tokens: number("max-tokens") ?? 256, temperature: number("temperature") ?? 0, speculation: asked };
   if (number("top-p") !== null) body.top_p = number("top-p");
   if (number("seed") !== null) body.seed = number("seed");

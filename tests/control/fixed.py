@@ -30,7 +30,7 @@ class Fixed(FixedPlanner):
         self.length = length
 
     def choose(self, plan: StepPlan) -> Assignment:
-        lengths = [min(self.length, part.max_draft) for part in plan.scheduled]
+        lengths = [min(self.length, part.granted_drafts) for part in plan.scheduled]
         return Assignment(lengths, nobody(plan).drafters)
 
 

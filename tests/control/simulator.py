@@ -16,11 +16,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from engine.cache.pages import TARGET, PageTable
+from engine.calibration import Calibration
 from engine.control.adaptive import AdaptivePlanner
-from engine.control.calibration import Calibration
 from engine.control.costs import CostModel
-from engine.control.options import Mode, PlannerOptions
-from engine.control.planner import Assignment, Planner
+from engine.control.planner import Assignment, Mode, Planner
 from engine.draft.drafter import Verdict
 from engine.meter.gain import Gain
 from engine.meter.meter import Meter
@@ -262,7 +261,7 @@ class World:
         plan = StepPlan(tuple(parts), 0, 0, 0)
         assignment = planner.choose(plan)
         lengths = assignment.lengths
-        assert all(0 <= n <= part.max_draft for n, part in zip(lengths, parts, strict=True))
+        assert all(0 <= n <= part.granted_drafts for n, part in zip(lengths, parts, strict=True))
         verdicts = [
             self._judge(i, s, n, name)
             for (i, s), n, name in zip(live, lengths, assignment.drafters, strict=False)
@@ -329,4 +328,4 @@ def planner_for(
         512,
         machine.calibrate_drafts() if calibrated else {},
     )
-    return AdaptivePlanner(PlannerOptions(depth=8, mode=mode, **options), costs)
+    return AdaptivePlanner(8, costs, mode, **options)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from typing import Any
 
 import pytest
 
@@ -61,7 +60,7 @@ def test_a_new_sequence_starts_at_the_mean_of_the_others() -> None:
             play(model, sequence, 4, 0)
         model.release(sequence)
     assert model.estimate(make_sequence(99), "lookup", 0) < 0.1
-    assert model.typical("lookup") < 0.1
+    assert model.pools["lookup"].overall < 0.1
 
 
 def test_sequences_that_differ_are_told_apart() -> None:
@@ -130,11 +129,11 @@ def test_what_is_known_is_told() -> None:
     model = AcceptanceModel()
     for _ in range(600):
         play(model, make_sequence(), 4, 3, bucket=2)
-    told: dict[str, Any] = model.describe()["lookup"]
-    assert told["acceptance"] == pytest.approx(1.0, abs=0.06)  # of a draft's first token
-    assert told["by_bucket"] == {2: pytest.approx(1.0, abs=0.06)}
-    assert told["by_depth"] == pytest.approx([1.0, 1.0, 1.0, 0.0], abs=0.2)
-    assert told["judged_tokens"] == pytest.approx(200, rel=0.05)  # of which each counts 0.995
+    pool = model.pools["lookup"]
+    assert pool.overall == pytest.approx(1.0, abs=0.06)  # of a draft's first token
+    assert pool.estimates == {2: pytest.approx(1.0, abs=0.06)}
+    assert pool.factors() == pytest.approx([1.0, 1.0, 1.0, 0.0], abs=0.2)
+    assert pool.total.judged == pytest.approx(200, rel=0.05)  # of which each counts 0.995
 
 
 def test_acceptance_that_falls_with_depth_is_told_from_texts_that_differ() -> None:

@@ -10,14 +10,13 @@ import pytest
 from engine.cache.pages import TARGET, PageTable
 from engine.control.adaptive import AdaptivePlanner
 from engine.control.costs import CostModel
-from engine.control.options import Mode, OffReason, PlannerOptions
-from engine.control.planner import FixedPlanner
+from engine.control.planner import FixedPlanner, Mode
 from engine.draft.drafter import NoAdvice, Verdict
 from engine.meter.gain import Gain
 from engine.meter.meter import Meter
 from engine.scheduler import ScheduledSequence, StepPlan
 from engine.sequence import Sequence, Status
-from engine.stats import StepStats
+from engine.stats import OffReason, StepStats
 from engine.status import choices, describe
 from engine.types import Request, SamplingParams
 from tests.control.fixed import Fixed
@@ -50,7 +49,7 @@ def make_plan(*parts: ScheduledSequence) -> StepPlan:
 def decodes(*sequences: Sequence, budget: int = 8) -> StepPlan:
     return make_plan(
         *(
-            ScheduledSequence(s, 1, True, max(0, min(s.max_draft, s.room - 1, budget)))
+            ScheduledSequence(s, 1, True, max(0, min(s.draft_limit, s.room - 1, budget)))
             for s in sequences
         )
     )
@@ -97,7 +96,7 @@ def make_planner(mode: Mode = Mode.AUTO) -> AdaptivePlanner:
 
 
 def test_without_any_data_it_starts_to_speculate() -> None:
-    planner = AdaptivePlanner(PlannerOptions(depth=8), CostModel())
+    planner = AdaptivePlanner(8, CostModel())
     assert planner.choose(decodes(make_sequence())).lengths[0] > 0
 
 
@@ -106,7 +105,7 @@ def test_limits_of_each_sequence_hold() -> None:
     sequences = [make_sequence(max_draft=n) for n in (0, 1, 2, 8)]
     for _ in range(300):
         for length, sequence in zip(step(planner, decodes(*sequences)), sequences, strict=True):
-            assert 0 <= length <= sequence.max_draft
+            assert 0 <= length <= sequence.draft_limit
 
 
 def test_one_request_does_not_change_another() -> None:
@@ -127,7 +126,7 @@ def test_every_reason_is_told_and_counted() -> None:
     plan = make_plan(
         *decodes(
             make_sequence(max_draft=0),
-            make_sequence(drafter="none"),
+            make_sequence(drafter="none", max_draft=0),
             make_sequence(room=1),
             make_sequence(drafter="quiet"),
         ).scheduled,

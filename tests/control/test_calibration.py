@@ -7,7 +7,7 @@ import math
 import pytest
 
 from engine.calibrate import cache_key, from_json, to_json
-from engine.control.calibration import ASSUMED, Calibration
+from engine.calibration import ASSUMED, Calibration
 from engine.sweep import calibrate
 
 

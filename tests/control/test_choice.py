@@ -9,17 +9,16 @@ from itertools import product
 
 import pytest
 
+from engine.calibration import Calibration
 from engine.control.adaptive import AdaptivePlanner
 from engine.control.allocation import Line, allocate
-from engine.control.calibration import Calibration
 from engine.control.costs import CostModel
-from engine.control.options import Mode, OffReason, PlannerOptions
-from engine.control.planner import Assignment, FixedPlanner
+from engine.control.planner import Assignment, FixedPlanner, Mode
 from engine.draft.drafter import NoAdvice, Verdict
 from engine.load import Load
 from engine.scheduler import StepPlan
 from engine.sequence import Sequence
-from engine.stats import StepStats
+from engine.stats import OffReason, StepStats
 from tests.control.simulator import (
     A10,
     H200,
@@ -250,8 +249,8 @@ def test_a_pinned_request_keeps_its_drafter_beside_free_ones() -> None:
 def test_fixed_takes_the_first_that_has_something(fixed: bool) -> None:
     offers: dict[str, int | None] = {"lookup": 0, "model": 0}
     advisor = Told({name: lambda _, name=name: offers[name] for name in BOTH})  # type: ignore[misc]
-    options = PlannerOptions(8, mode=Mode.FIXED, advisor=advisor)
-    planner = FixedPlanner(advisor) if fixed else AdaptivePlanner(options, CostModel())
+    adaptive = AdaptivePlanner(8, CostModel(), Mode.FIXED, advisor)
+    planner = FixedPlanner(advisor) if fixed else adaptive
     sequence = make_sequence("lookup")
     sequence.drafters = BOTH
     for lookup, model, taken in ((0, 0, "lookup"), (None, 0, "model"), (0, None, "lookup")):

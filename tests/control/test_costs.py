@@ -9,7 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from engine.control.calibration import ASSUMED, Calibration
+from engine.calibration import ASSUMED, Calibration
 from engine.control.costs import CostModel, Terms, VerifyCost
 from engine.load import Load, cell_of
 
@@ -128,7 +128,7 @@ def test_catching_up_is_no_price_of_rounds() -> None:
         draft.update([4], 4e-3, 0)
         draft.update([4], 4e-3 + 1e-4 * 500, 500)
     assert draft.seconds_of([4]) == pytest.approx(4e-3, rel=0.2)
-    assert draft.read_seconds == pytest.approx(1e-4, rel=0.3)
+    assert draft.each_seconds[2] == pytest.approx(1e-4, rel=0.3)
 
 
 def test_what_drafts_add_outside_passes_is_found_in_noise() -> None:

@@ -22,7 +22,7 @@ def run(guard: Guard, steps: int, loss: float, noise: float = 0.0, seed: int = 1
 def test_a_lasting_loss_is_stopped_with_growing_pauses() -> None:
     guard = Guard()
     assert run(guard, 10_000, loss=0.3) <= 8 * 9  # pauses 64, 128, ..., each bought by 8 steps
-    assert guard.describe()[0]["trips"] >= 6
+    assert guard.records[1].trips >= 6
 
 
 def test_a_gain_is_left_alone_even_if_noisy() -> None:
@@ -41,10 +41,10 @@ def test_noise_around_nothing_is_seldom_mistaken_for_a_loss() -> None:
 def test_it_opens_again_and_forgives() -> None:
     guard = Guard()
     run(guard, 400, loss=0.3)
-    trips = guard.describe()[0]["trips"]
+    trips = guard.records[1].trips
     assert run(guard, 4000, loss=-0.3) > 3000
     assert trips > 1
-    assert guard.describe() == []
+    assert guard.records[1].trips == 0
 
 
 def test_batch_sizes_are_judged_apart() -> None:

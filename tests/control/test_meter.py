@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from engine.cache.pages import TARGET, PageTable
-from engine.control.calibration import Calibration
+from engine.calibration import Calibration
 from engine.control.costs import CostModel
 from engine.draft.drafter import Verdict
 from engine.load import Load

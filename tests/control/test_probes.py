@@ -23,7 +23,7 @@ def opened(steps: int = 0) -> Prober:
 
 
 def test_nothing_is_spent_before_there_was_a_step() -> None:
-    assert not Prober().pay(1e-6, 0.0)
+    assert not Prober().probe([make_sequence()], 1, 1e-6, 0.0)
 
 
 def test_the_account_fills_with_one_per_cent_up_to_its_limit() -> None:
@@ -38,33 +38,31 @@ def test_the_account_fills_with_one_per_cent_up_to_its_limit() -> None:
 
 
 def test_what_is_expected_to_be_lost_is_paid() -> None:
-    prober = opened()
-    assert prober.pay(price=1.0, brings=0.4)
+    prober, sequences = opened(), [make_sequence()]
+    assert prober.probe(sequences, 1, price=1.0, brings=0.4)
     assert prober.spent == pytest.approx(0.6)
-    assert not prober.pay(price=2.0, brings=0.0)
+    assert not prober.probe(sequences, 9, price=2.0, brings=0.0)
     assert prober.spent == pytest.approx(0.6)
-    assert prober.pay(price=1.0, brings=5.0)  # a prediction of no loss may be what is wrong
+    # A prediction of no loss may be what is wrong.
+    assert prober.probe(sequences, 9, price=1.0, brings=5.0)
     assert prober.spent == pytest.approx(0.85)
 
 
-def test_dear_probes_that_fail_grow_rare_and_cheap_ones_do_not() -> None:
-    for price, longest in ((0.01, 4), (0.5, 32)):
-        prober, sequence, waits, last = opened(1000), make_sequence(), [], 0
-        for step in range(1, 600):
-            prober.pass_time(1.0, 1.0)
-            if prober.due(sequence, step) and prober.pay(price, 0.0):
-                prober.probed([sequence], step)
-                waits.append(step - last)
-                last = step
-        assert max(waits) >= longest
-        assert (max(waits) > 4) is (longest > 4)
+def test_probes_that_fail_grow_rare() -> None:
+    prober, sequence, waits, last = opened(1000), make_sequence(), [], 0
+    for step in range(1, 600):
+        prober.pass_time(1.0, 1.0)
+        if prober.due(sequence, step) and prober.probe([sequence], step, 0.1, 0.0):
+            waits.append(step - last)
+            last = step
+    assert waits[1:5] == [4, 8, 16, 32]
+    assert set(waits[5:]) == {32}
 
 
 def test_one_that_succeeds_is_soon_followed_by_another() -> None:
     prober, sequence, step = opened(1000), make_sequence(), 100
     for _ in range(4):
-        assert prober.pay(0.5, 0.0)
-        prober.probed([sequence], step)
+        assert prober.probe([sequence], step, 0.5, 0.0)
         assert not prober.due(sequence, step + 3)
         step += 32
     before = prober.credit
@@ -77,7 +75,7 @@ def test_one_that_succeeds_is_soon_followed_by_another() -> None:
 
 def test_sequences_that_end_are_forgotten() -> None:
     prober, sequence = opened(), make_sequence()
-    prober.probed([sequence], 1)
+    assert prober.probe([sequence], 1, 0.5, 0.0)
     assert prober.num_sequences == 1
     prober.release(sequence)
     prober.release(sequence)

@@ -9,8 +9,7 @@ from itertools import pairwise
 
 import pytest
 
-from engine.control.options import Mode
-from engine.control.planner import Planner
+from engine.control.planner import Mode, Planner
 from engine.draft.drafter import Verdict
 from engine.sequence import Sequence
 from tests.control.fixed import LENGTHS, Fixed, seconds_of_fixed
@@ -198,12 +197,18 @@ def test_always_wrong_costs_at_most_two_per_cent_even_with_short_requests() -> N
         assert seconds[1] < 1.02 * seconds[0]
 
 
-@pytest.mark.parametrize("mode", [Mode.AUTO, Mode.FIXED])
-@pytest.mark.parametrize("text", ["constant", "bursty", "wrong", "mixed"])
-@pytest.mark.parametrize(("machine", "batch"), [("laptop", 1), ("a10", 8), ("h200", 32)])
+@pytest.mark.parametrize(
+    ("machine", "batch", "text", "mode"),
+    [
+        (*machine, text, (Mode.AUTO, Mode.FIXED)[(i + j) % 2])
+        for i, machine in enumerate((("laptop", 1), ("a10", 8), ("h200", 32)))
+        for j, text in enumerate(("constant", "bursty", "wrong", "mixed"))
+    ],
+)
 def test_the_meter_agrees_with_an_offline_comparison(
     machine: str, batch: int, text: str, mode: Mode
 ) -> None:
+    """Every two of a machine, a text and a mode."""
     tokens = 3000 if batch == 1 else 800 * batch
     planner = planner_for(MACHINES[machine], mode)
     log = World(MACHINES[machine], TEXTS[text], batch).run(planner, tokens)

@@ -102,7 +102,7 @@ def test_a_pause_costs_no_acceptance():
     def choose(plan):
         nonlocal step
         step += 1
-        lengths = [0 if 5 < step < 20 else s.max_draft for s in plan.scheduled]
+        lengths = [0 if 5 < step < 20 else s.granted_drafts for s in plan.scheduled]
         return Assignment(lengths, ["model"] * len(lengths))
 
     object.__setattr__(planner, "choose", choose)

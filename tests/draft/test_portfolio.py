@@ -35,7 +35,7 @@ class Switching(FixedPlanner):
         for scheduled in plan.scheduled:
             drafters.append(self._dice.choice(scheduled.sequence.drafters))
             silent = self._left > 0 or self._dice.random() < 0.25
-            lengths.append(0 if silent else self._dice.randint(0, scheduled.max_draft))
+            lengths.append(0 if silent else self._dice.randint(0, scheduled.granted_drafts))
         self._left = self._left - 1 if self._left else self._pause * (self._dice.random() < 0.1)
         return Assignment(lengths, drafters)
 
@@ -155,13 +155,13 @@ def test_a_drafter_that_cannot_tell_its_outlook_is_switched_off() -> None:
 def test_one_requests_drafter_or_length_never_changes_anothers_answer() -> None:
     """Half of the requests ask for everything there is to ask; all say what they say alone."""
     wishes = [
-        SpeculationParams(drafter="lookup", max_draft=1),
-        SpeculationParams(drafter="model", max_draft=8),
+        SpeculationParams(drafter="lookup", num_speculative_tokens=1),
+        SpeculationParams(drafter="model", num_speculative_tokens=8),
         SpeculationParams(drafter="none"),
         SpeculationParams(enabled=False),
-        SpeculationParams(max_draft=0),
+        SpeculationParams(num_speculative_tokens=0),
         SpeculationParams(prediction=tuple(range(30))),
-        SpeculationParams(max_draft=64),
+        SpeculationParams(num_speculative_tokens=64),
     ]
     asked = greedy()
     for shift in range(3):

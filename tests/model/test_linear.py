@@ -177,6 +177,14 @@ def test_another_width_or_dtype_is_refused() -> None:
         linear(torch.zeros(2, 20, dtype=torch.bfloat16))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_tells_the_type_of_its_weight(dtype: torch.dtype) -> None:
+    """Some models look at it before they call the layer."""
+    layer = Packer().linear(torch.zeros(7, 20, dtype=dtype))
+    assert layer.weight.dtype is dtype
+    assert layer.weight.numel() == 0  # who computes with it gets nothing, and is found out
+
+
 def test_what_can_be_packed() -> None:
     cpu = torch.device("cpu")
     assert can_pack(torch.float32, cpu)

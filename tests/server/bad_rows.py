@@ -95,9 +95,8 @@ BAD_FIELDS: list[tuple[int, dict[str, Any], str]] = [
     *((47, {"speculation": value}, "speculation") for value in (
         {"unknown": 1}, {"enabled": "no"}, {"max_draft": "3"}, {"max_draft": True}, "off", [],
     )),
-    *((47, {"speculation": {"max_draft": value}}, "speculation.max_draft") for value in (
-        -1, 65, 10**6,
-    )),
+    *((47, {"speculation": {name: value}}, f"speculation.{name}")
+      for name in ("num_speculative_tokens", "max_draft") for value in (-1, 65, 10**6)),
     *((47, {"speculation": {"drafter": value}}, "speculation.drafter") for value in (
         "../x", "eagle", "", "x" * 10**5,
     )),

@@ -220,7 +220,7 @@ def test_every_sampling_field_reaches_the_engine() -> None:
     assert sampling.stop_token_ids == {8}
     assert (sampling.seed, sampling.logprobs) == (-(2**63), 3)
     assert (request.cache_salt, request.priority) == ("pepper", -4)
-    assert request.speculation.max_draft == 3
+    assert request.speculation.num_speculative_tokens == 3
     assert request.speculation.drafter == "lookup"
     assert request.speculation.prediction == tuple(ids("the fox"))
     assert list(request.prompt) == ids("a b c d")[-3:]

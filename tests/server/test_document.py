@@ -40,6 +40,7 @@ UNSAYABLE: list[tuple[str, dict[str, Any]]] = [
     (COMPLETIONS, {"stream_options": {"include_usage": True}}),
     (COMPLETIONS, {"stream_options": {}}),
     (COMPLETIONS, {"truncate_prompt_tokens": 513}),
+    (COMPLETIONS, {"suffix": "x"}),
     (COMPLETIONS, {"structured_outputs": {"regex": "[.*"}}),
     (
         COMPLETIONS,

@@ -133,7 +133,7 @@ class Stream:
 
 def told(seconds: float) -> str:
     """A time as it is printed."""
-    return f"{seconds:.1f} s" if seconds >= 10 else f"{1e3 * seconds:.0f} ms"
+    return f"{seconds:.1f} s" if seconds >= 1 else f"{1e3 * seconds:.0f} ms"
 
 
 def middle(values: list[float]) -> float:

@@ -34,15 +34,14 @@ def main() -> int:
     wanted = set(filter(None, arguments.only.split(",")))
     for name in _MODULES:
         importlib.import_module(f"tools.clients.{name}")
-    results = [
-        run_case(package, what, run, server)
-        for package, what, run in CASES
-        if not wanted or package in wanted
-    ]
-    if arguments.npm is not None:
-        results += _ai_sdk(arguments.npm, server)
     print("| package | version | what is run | outcome | time |\n|---|---|---|---|---|")
-    for result in results:
+    results = []
+    for package, what, run in CASES:
+        if not wanted or package in wanted:
+            results.append(run_case(package, what, run, server))
+            print(results[-1].row(), flush=True)
+    for result in _ai_sdk(arguments.npm, server) if arguments.npm is not None else []:
+        results.append(result)
         print(result.row())
     return 1 if any(result.fault for result in results) else 0
 

@@ -83,7 +83,7 @@ def instructor_modes(server: Server) -> None:
                     "extra_body": {"response_format": None, "guided_json": _FUNCTION["parameters"]}
                 }
             if name == "PARALLEL_TOOLS":
-                more = {"tool_choice": "required"}
+                more = {"extra_body": {"tool_choice": "required"}}  # it says auto by itself
             found = client.chat.completions.create(
                 model=server.model,
                 messages=[{"role": "user", "content": QUESTION}],
