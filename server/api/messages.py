@@ -158,4 +158,5 @@ class ChatMessage(BaseModel):
 
 
 #: A template is a program that runs once for each of them, on the event loop.
-Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=4096)]
+MOST_MESSAGES = 4096
+Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MOST_MESSAGES)]

@@ -9,7 +9,7 @@ from typing import Any
 from engine.errors import EngineError, InvalidRequest
 from server.api.checks import is_one_of, joined
 from server.api.errors import ApiError, quote, to_api_error
-from server.api.messages import CalledFunction, ChatMessage, ToolCall
+from server.api.messages import MOST_MESSAGES, CalledFunction, ChatMessage, ToolCall
 from server.api.response_schemas import (
     AllowedTools,
     CallItem,
@@ -169,7 +169,15 @@ def _messages(body: ResponseRequest) -> list[ChatMessage]:
         messages.append(_said(role="system", content=body.instructions))
     if isinstance(body.input, str):
         return [*messages, _said(role="user", content=body.input)]
-    return [*messages, *_conversation(body.input)]
+    messages += _conversation(body.input)
+    if not 1 <= len(messages) <= MOST_MESSAGES:
+        raise ApiError(
+            400,
+            f"input and instructions make {len(messages)} conversation entries, but there must be "
+            f"from 1 to {MOST_MESSAGES}.",
+            param="input",
+        )
+    return messages
 
 
 def _conversation(items: Sequence[InputItem]) -> list[ChatMessage]:

@@ -333,6 +333,12 @@ def test_a_conversation_is_replayed() -> None:
         ({"include": ["file_search_call.results"]}, "include", "logprobs"),
         ({"input": []}, "input", "at least 1"),
         ({"input": None}, "input", "list"),
+        ({"input": [{"type": "reasoning", "summary": []}]}, "input", "0 conversation"),
+        (
+            {"input": [{"role": "user", "content": ""}] * 4096, "instructions": "x"},
+            "input",
+            "4097",
+        ),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input", "stored"),
         ({"input": [{"type": "web_search_call"}]}, "input", "'web_search_call'"),
         ({"input": [{"id": "x"}]}, "input", "no string"),

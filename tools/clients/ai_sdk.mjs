@@ -105,6 +105,7 @@ const run = async (packageName, endpoint, set) => {
       fault = `${error.name}: ${String(error.message).slice(0, 200)}`;
     }
     const seconds = (performance.now() - started) / 1000;
+    console.error(`${packageName}, ${endpoint}: ${what}: ${fault || 'passes'}`);
     const versions = `${version(packageName)} (ai ${version('ai')})`;
     results.push({ package: packageName, version: versions, what: `${endpoint}: ${what}`, fault, seconds });
   }

@@ -118,7 +118,8 @@ def _agents(model: Any) -> None:
 
 def _agent_loop(model: Any) -> None:
     """The tool is offered first, alone; then the output, alone."""
-    from pydantic_ai import Agent, ToolOutput
+    from pydantic_ai import Agent, Tool, ToolOutput
+    from pydantic_ai.capabilities import PrepareOutputTools
 
     called: list[str] = []
 
@@ -128,8 +129,6 @@ def _agent_loop(model: Any) -> None:
     async def then(_: Any, definitions: list[Any]) -> list[Any]:
         return definitions if called else []
 
-    from pydantic_ai import Tool
-
     def weather(place: str) -> str:
         """Tells the weather of a place."""
         called.append(place)
@@ -137,7 +136,11 @@ def _agent_loop(model: Any) -> None:
 
     tool = Tool(weather, prepare=first)
     agent = Agent(
-        model, output_type=ToolOutput(Weather), tools=[tool], prepare_output_tools=then, retries=0
+        model,
+        output_type=ToolOutput(Weather),
+        tools=[tool],
+        capabilities=[PrepareOutputTools(then)],
+        retries=0,
     )
     result = agent.run_sync(QUESTION)
     assert isinstance(result.output, Weather)
