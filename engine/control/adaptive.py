@@ -244,7 +244,8 @@ class AdaptivePlanner:
         self.typical_context = step.decode.context // batch
         if any(drafted):
             # A step that was only a probe was expected to lose, and is paid for.
-            judged = sum(drafted) > len(step.probed) and gain.basis is not Basis.UNKNOWN
+            known = gain.basis is not Basis.UNKNOWN and gain.plain_seconds > 0.0
+            judged = known and sum(drafted) > len(step.probed)
             self.guard.observe(batch, gain.loss if judged else None)
         else:
             self.guard.observe(batch, None)

@@ -12,7 +12,7 @@ from engine.control.adaptive import AdaptivePlanner
 from engine.control.costs import CostModel
 from engine.control.planner import FixedPlanner, Mode
 from engine.draft.drafter import NoAdvice, Verdict
-from engine.meter.gain import Gain
+from engine.meter.gain import Basis, Gain
 from engine.meter.meter import Meter
 from engine.scheduler import ScheduledSequence, StepPlan
 from engine.sequence import Sequence, Status
@@ -149,6 +149,16 @@ def test_an_empty_proposal_is_no_proposal() -> None:
     planner.observe(plan, [Verdict([5], 0, 0)], make_stats(), Gain())
     assert planner.off_reasons == {OffReason.NO_PROPOSAL: 1}
     assert planner.wasted_tokens == 0
+
+
+def test_a_baseline_of_nothing_judges_nobody() -> None:
+    """Where all of a plain step was planning, nothing is left to compare with."""
+    planner, plan = make_planner(), decodes(make_sequence())
+    for _ in range(3):
+        lengths = planner.choose(plan).lengths
+        assert any(lengths)
+        nothing = Gain(1e-3, 1e-3, Basis.MODELLED, 0.0)
+        planner.observe(plan, [Verdict([5], lengths[0], 0)], make_stats(), nothing)
 
 
 def test_off_is_off() -> None:

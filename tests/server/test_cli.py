@@ -89,6 +89,7 @@ def test_help_and_a_taken_port_wait_for_no_heavy_import(command: str) -> None:
             f"import contextlib, sys, server.cli\n"
             f"with contextlib.suppress(SystemExit): server.cli.main({arguments})\n"
             f"heavy = {{'torch', 'transformers', 'fastapi', 'uvicorn', 'prometheus_client'}}\n"
+            f"heavy |= {{'prompt_toolkit', 'httpx', 'loadtest.session', 'matplotlib'}}\n"
             f"sys.exit(str(heavy & set(sys.modules)))"
         )
         done = subprocess.run([sys.executable, "-c", program], capture_output=True, check=False)
