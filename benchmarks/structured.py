@@ -235,8 +235,12 @@ async def ask(client: httpx.AsyncClient, streams: int, tokens: int, arm: str) ->
     """Tokens of one round with so many streams, and its seconds."""
 
     async def one(kind: str) -> int:
-        body = {"messages": [{"role": "user", "content": PROMPT.format(kind)}], "temperature": 0,
-                "max_tokens": tokens, **ARMS[arm]}  # fmt: skip
+        body = {
+            "messages": [{"role": "user", "content": PROMPT.format(kind)}],
+            "temperature": 0,
+            "max_tokens": tokens,
+            **ARMS[arm],
+        }
         answer = await client.post("/v1/chat/completions", json=body)
         answer.raise_for_status()
         return int(answer.json()["usage"]["completion_tokens"])

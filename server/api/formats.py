@@ -13,7 +13,9 @@ from server.text.description import MOST_CHARACTERS, MOST_CHOICES, GrammarSource
 
 Schema = dict[str, Any]
 _Text = Annotated[str, Field(min_length=1, max_length=MOST_CHARACTERS)]
-_Choices = Annotated[list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MOST_CHOICES)]  # fmt: skip  # noqa: E501
+_Choices = Annotated[
+    list[Annotated[str, Field(min_length=1)]], Field(min_length=1, max_length=MOST_CHOICES)
+]
 
 
 class TextFormat(BaseModel):
@@ -118,7 +120,9 @@ def grammar_source(body: StructuredFields) -> GrammarSource | None:
     return wanted[0] if wanted else None
 
 
-def _of_format(asked: TextFormat | JsonObjectFormat | JsonSchemaFormat | None) -> list[GrammarSource]:  # fmt: skip  # noqa: E501
+def _of_format(
+    asked: TextFormat | JsonObjectFormat | JsonSchemaFormat | None,
+) -> list[GrammarSource]:
     if isinstance(asked, JsonObjectFormat):
         return [_source("json", {"type": "object"}, "response_format")]
     if isinstance(asked, JsonSchemaFormat):

@@ -119,7 +119,10 @@ def _check_message(value: Any) -> Any:
 
 def _describe_message(schema: dict[str, Any]) -> None:
     """The same rules, for the OpenAPI document."""
-    calls = {"required": ["tool_calls"], "properties": {"tool_calls": {"minItems": 1, "type": "array"}}}  # fmt: skip  # noqa: E501
+    calls = {
+        "required": ["tool_calls"],
+        "properties": {"tool_calls": {"minItems": 1, "type": "array"}},
+    }
     speaks = {"required": ["content"], "properties": {"content": {"not": {"type": "null"}}}}
     thinks = [{"required": [name], "properties": {name: {"type": "string"}}} for name in THOUGHTS]
     tool = {"properties": {"role": {"const": "tool"}}}

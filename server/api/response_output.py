@@ -116,8 +116,13 @@ class Output:
         if piece.arguments:
             self._open["arguments"] += piece.arguments
             place = self._place()
-            events.append({"type": "response.function_call_arguments.delta", **place,
-                           "delta": piece.arguments})  # fmt: skip
+            events.append(
+                {
+                    "type": "response.function_call_arguments.delta",
+                    **place,
+                    "delta": piece.arguments,
+                }
+            )
         return events
 
     def _begin(self, fresh: dict[str, Any]) -> list[Event]:
@@ -255,7 +260,7 @@ def _echo(body: ResponseRequest) -> dict[str, Any]:
         "top_p": 1.0 if body.top_p is None else body.top_p,
         "truncation": "disabled",
         "user": body.user,
-    }  # fmt: skip
+    }
 
 
 def _plain(value: BaseModel | str | None, *, by_alias: bool = False) -> Any:

@@ -198,8 +198,12 @@ def whole_calls(deltas: list[dict[str, Any]]) -> list[dict[str, Any]]:
     calls: list[dict[str, Any]] = []
     for delta in deltas:
         if "id" in delta:
-            calls.append({**{k: v for k, v in delta.items() if k != "index"},
-                          "function": dict(delta["function"])})  # fmt: skip
+            calls.append(
+                {
+                    **{k: v for k, v in delta.items() if k != "index"},
+                    "function": dict(delta["function"]),
+                }
+            )
         else:
             calls[-1]["function"]["arguments"] += delta["function"]["arguments"]
     return calls

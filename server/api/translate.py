@@ -86,8 +86,9 @@ async def completion_job(context: ServerContext, codec: TextCodec, body: Complet
     add_special = body.add_special_tokens is not False
     if gap:
         prompts = await codec.infill.prompts(items, body.suffix or "", begin=add_special)
-        texts = [t if isinstance(t, str) else codec.decode(t, skip_special_tokens=False)
-                 for t in items]  # fmt: skip
+        texts = [
+            t if isinstance(t, str) else codec.decode(t, skip_special_tokens=False) for t in items
+        ]
         wishes = wishes.ending(codec.infill.ends)
         return _job(context.engine.info, body, count, wishes, prompts, texts)
     prompts = await codec.encode(texts, add_special_tokens=add_special) if texts else list(items)

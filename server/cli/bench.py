@@ -19,10 +19,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_server(parser)
     add = parser.add_argument
     add(
-        "--prompts", default="builtin", metavar="FILE",
+        "--prompts",
+        default="builtin",
+        metavar="FILE",
         help="JSON lines with `prompt` or `turns`, or a .txt file with a prompt on each line; or "
         "the name of a workload of the load test (builtin)",
-    )  # fmt: skip
+    )
     add("--concurrency", default="1,4,16", help="streams at a time, separated by commas (1,4,16)")
     add("--rounds", default="4", help="in which off, drafters and auto take turns (4)")
     add("--requests", help="for each of them and number of streams, over all rounds")
@@ -30,14 +32,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--max-tokens", default="64", metavar="MIN[:MAX]", help="tokens to ask for (64)")
     add("--temperature", default="0", help="0 (default) to 2; every request has a seed")
     add(
-        "--check-equal", action=argparse.BooleanOptionalAction, default=None,
+        "--check-equal",
+        action=argparse.BooleanOptionalAction,
+        default=None,
         help="all answers must be those without speculation; default: if greedy",
-    )  # fmt: skip
+    )
     add(
-        "--output", type=Path, metavar="DIR",
+        "--output",
+        type=Path,
+        metavar="DIR",
         help="where report.html, results.json and plots go (specserve-bench)",
         default=Path("specserve-bench"),
-    )  # fmt: skip
+    )
 
 
 def run(options: argparse.Namespace, url: str, key: str) -> int:
@@ -90,11 +96,16 @@ def arguments(options: argparse.Namespace, url: str) -> list[str]:
     greedy = float(options.temperature or 0) == 0
     check = greedy if options.check_equal is None else options.check_equal
     told = {
-        "--target": url, "--workload": options.prompts, "--concurrency": options.concurrency,
-        "--rounds": options.rounds, "--requests": options.requests, "--duration": options.duration,
-        "--max-tokens": options.max_tokens, "--temperature": options.temperature,
+        "--target": url,
+        "--workload": options.prompts,
+        "--concurrency": options.concurrency,
+        "--rounds": options.rounds,
+        "--requests": options.requests,
+        "--duration": options.duration,
+        "--max-tokens": options.max_tokens,
+        "--temperature": options.temperature,
         "--output": str(options.output),
-    }  # fmt: skip
+    }
     given = [f"{flag}={value}" for flag, value in told.items() if value is not None]
     return ["run", *given, "--isolate-cache", *(["--check-equal"] if check else [])]
 

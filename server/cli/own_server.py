@@ -44,11 +44,20 @@ def own_server(
     """
     key = secrets.token_urlsafe(24)
     changes = {
-        "model": str(model[0]), "served_model_name": (model[1],), "host": "127.0.0.1", "port": 0,
-        "api_keys": (), "api_key_file": None, "ui": False, "requests_per_minute": None,
-        "tokens_per_minute": None, "drain_seconds": 0.0, "log_format": "text",
-        "log_level": "warning", "log_load_seconds": 0.0,
-    }  # fmt: skip
+        "model": str(model[0]),
+        "served_model_name": (model[1],),
+        "host": "127.0.0.1",
+        "port": 0,
+        "api_keys": (),
+        "api_key_file": None,
+        "ui": False,
+        "requests_per_minute": None,
+        "tokens_per_minute": None,
+        "drain_seconds": 0.0,
+        "log_format": "text",
+        "log_level": "warning",
+        "log_load_seconds": 0.0,
+    }
     kept = {k: v for k, v in os.environ.items() if not k.startswith("SPECSERVE_")}
     if home := os.environ.get("SPECSERVE_HOME"):
         kept["SPECSERVE_HOME"] = home
@@ -57,11 +66,14 @@ def own_server(
         config.write_text(settings.model_copy(update=changes).to_yaml(), "utf-8")
         process = subprocess.Popen(
             [sys.executable, "-m", "server.cli.child", str(os.getpid()), str(config)],
-            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
             # The key is in its environment, which only its owner can read, and in no argument.
             env={**kept, "SPECSERVE_API_KEYS": key},
             start_new_session=True,  # Ctrl-C is not meant for it
-        )  # fmt: skip
+        )
         assert process.stderr is not None
         # What it says once it is ready must be read, or it would wait for a reader.
         reader = threading.Thread(target=deque, args=(process.stderr, 0), daemon=True)

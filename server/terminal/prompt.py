@@ -17,11 +17,13 @@ from prompt_toolkit.styles import Style
 from server.terminal.commands import COMMANDS
 from server.terminal.history import make_private
 
-_STYLE = Style.from_dict({
-    "bottom-toolbar": "noreverse ansibrightblack",
-    "prompt": "bold ansigreen",
-    "completion-menu.completion": "noreverse bg:default",
-})  # fmt: skip
+_STYLE = Style.from_dict(
+    {
+        "bottom-toolbar": "noreverse ansibrightblack",
+        "prompt": "bold ansigreen",
+        "completion-menu.completion": "noreverse bg:default",
+    }
+)
 
 
 class Prompt:

@@ -174,9 +174,14 @@ async def drawing(console: Console, frame: Callable[[], RenderableType]) -> Asyn
         return Tail(frame(), max(4, console.size.height - 2))
 
     with Live(
-        console=console, auto_refresh=False, transient=True, get_renderable=whole,
-        redirect_stdout=False, redirect_stderr=False, vertical_overflow="visible",
-    ) as live:  # fmt: skip
+        console=console,
+        auto_refresh=False,
+        transient=True,
+        get_renderable=whole,
+        redirect_stdout=False,
+        redirect_stderr=False,
+        vertical_overflow="visible",
+    ) as live:
 
         async def draw() -> None:
             while True:

@@ -119,8 +119,9 @@ class CallReader:
             return self._worth(held[:place])
         keep = 0
         if begin and not final:
-            keep = next(n for n in range(min(len(held), len(begin)), -1, -1)
-                        if held.endswith(begin[:n]))  # fmt: skip
+            keep = next(
+                n for n in range(min(len(held), len(begin)), -1, -1) if held.endswith(begin[:n])
+            )
         if self.calls and not final and not held[: len(held) - keep].strip():
             return ""  # what is between calls, unless text follows
         self._held = held[len(held) - keep :]

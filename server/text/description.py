@@ -70,8 +70,9 @@ def check_size(source: GrammarSource) -> None:
 
     def check(size: int, most: int, what: str) -> None:
         if size > most:
-            raise InvalidRequest(f"{source.param} has {size} {what}; at most {most} are allowed.",
-                                 source.param)  # fmt: skip
+            raise InvalidRequest(
+                f"{source.param} has {size} {what}; at most {most} are allowed.", source.param
+            )
 
     check(len(source.text), MOST_CHARACTERS, "characters")
     check(source.text.count('"$ref"'), MOST_RULES, "references")

@@ -42,8 +42,10 @@ FORMATS = {
 
 def format_of(template: str) -> str | None:
     """The name of the format that a chat template shows; None if it shows none."""
-    return next((name for name, form in FORMATS.items() if form.end in template
-                 or form.begin in template), None)  # fmt: skip
+    return next(
+        (name for name, form in FORMATS.items() if form.end in template or form.begin in template),
+        None,
+    )
 
 
 def phase_of(prompt: str, form: ReasoningFormat) -> Phase:
@@ -127,7 +129,9 @@ class ThoughtReader:
         """Tokens of the thought so far; those of its tags are not counted."""
         if self._state[0] == INSIDE:
             matched = self._state[1]
-            return bisect_left(self._starts, self._length - matched) if matched else len(self._starts)  # fmt: skip  # noqa: E501
+            return (
+                bisect_left(self._starts, self._length - matched) if matched else len(self._starts)
+            )
         return bisect_left(self._starts, self._closing)
 
     def feed(self, text: str, *, token: bool = True) -> tuple[str, int]:

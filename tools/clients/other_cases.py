@@ -32,8 +32,9 @@ def litellm_chat(server: Server) -> None:
     form = litellm.completion(**asked, messages=messages, response_format=Weather)
     Weather.model_validate_json(form.choices[0].message.content)
     tools = [{"type": "function", "function": _FUNCTION}]
-    called = litellm.completion(**asked, messages=messages, tools=tools, tool_choice="required",
-                                parallel_tool_calls=False)  # fmt: skip
+    called = litellm.completion(
+        **asked, messages=messages, tools=tools, tool_choice="required", parallel_tool_calls=False
+    )
     message = called.choices[0].message
     Weather.model_validate_json(message.tool_calls[0].function.arguments)
     messages += [
