@@ -42,8 +42,12 @@ async def speculation_params(
             "speculation.trace",
         )
     wish = asked.num_speculative_tokens if asked is not None else None
-    if wish is None and asked is not None:
+    if wish is None and asked is not None and asked.max_draft is not None:
         wish = asked.max_draft
+        if not 0 <= wish <= 64:
+            raise InvalidRequest(
+                f"speculation.max_draft is {wish}; it must be from 0 to 64.", "speculation.max_draft"
+            )
     return SpeculationParams(
         enabled=asked.enabled if asked is not None else None,
         drafter=drafter,

@@ -94,9 +94,7 @@ class SpeculationOptions(BaseModel):
     enabled: bool | None = Field(None, description="false switches speculation off.")
     drafter: str | None = Field(None, description="A loaded drafter, or none.")
     num_speculative_tokens: int | None = _ranged(0, 64, "Most draft tokens a step.")
-    max_draft: int | None = Field(
-        None, ge=0, le=64, description="Older name of num_speculative_tokens."
-    )
+    max_draft: int | None = _ranged(0, 64, "Older name of num_speculative_tokens.")
     trace: bool | None = Field(
         None,
         description="Each choice tells whose guesses its tokens are; refused where the server's "

@@ -33,7 +33,7 @@ class Prompt:
 
 
 async def generate(
-    prompt: Prompt, settings: Settings, directory: Path, console: Console, out: TextIO = sys.stdout
+    prompt: Prompt, settings: Settings, directory: Path, console: Console, out: TextIO | None = None
 ) -> None:
     """Streams one answer to `out` and says on the console what it cost.
 
@@ -44,7 +44,7 @@ async def generate(
     await engine.start()
     try:
         codec = TextCodec(load_tokenizer(engine.info.model_path, settings.chat_template))
-        stats = await _stream(engine, codec, prompt, out)
+        stats = await _stream(engine, codec, prompt, out or sys.stdout)
     finally:
         await engine.stop()
     console.say(summary(stats))
