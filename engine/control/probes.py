@@ -26,9 +26,9 @@ _FULL = 8.0
 #: may be what is wrong.
 _LEAST_LOSS = 0.25
 
-#: Steps between probes of one sequence; they double while its probes fail.
-_PAUSE = 4
-_LONGEST_PAUSE = 32
+#: Steps between probes of one sequence; they double while its probes fail, unless a probe may
+#: lose no more than this share of the account.
+_PAUSE, _LONGEST_PAUSE, _CHEAP = 4, 32, 0.01
 
 #: Of a probe that succeeded: steps until the next one, and the part of its price, as far as its
 #: token was worth it, that comes back.
@@ -89,12 +89,13 @@ class Prober:
             brings: seconds that what it yields is expected to be worth.
         """
         loss = max(price - brings, _LEAST_LOSS * price)
+        cheap = loss <= _CHEAP * self.credit
         if not self._pay(loss):
             return False
         for sequence in sequences:
             wait = self._waits.setdefault(sequence, _Wait())
             wait.due, wait.paid = step + wait.pause, loss / len(sequences)
-            wait.pause = min(2 * wait.pause, _LONGEST_PAUSE)
+            wait.pause = _PAUSE if cheap else min(2 * wait.pause, _LONGEST_PAUSE)
         return True
 
     def _pay(self, loss: float) -> bool:
