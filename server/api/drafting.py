@@ -46,7 +46,8 @@ async def speculation_params(
         wish = asked.max_draft
         if not 0 <= wish <= 64:
             raise InvalidRequest(
-                f"speculation.max_draft is {wish}; it must be from 0 to 64.", "speculation.max_draft"
+                f"speculation.max_draft is {wish}; it must be from 0 to 64.",
+                "speculation.max_draft",
             )
     return SpeculationParams(
         enabled=asked.enabled if asked is not None else None,

@@ -63,7 +63,7 @@ class Settings(BaseModel):
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
         description="type of what layers hand on, and of weights that are not in blocks; "
-        "auto: bfloat16 where the device computes it natively, else float32",
+        "auto: float32 beside blocks, else bfloat16 where the device computes it natively",
     )
     kv_dtype: Literal["auto", "int8"] = Field(
         "auto",

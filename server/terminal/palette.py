@@ -11,11 +11,14 @@ from rich.text import Text
 
 from server.terminal.safe import safe
 
-#: Backgrounds of the page, in the order in which drafters appear, and the text on them.
+#: Backgrounds of the page, those of `KNOWN` first, and the text on them.
 DARK = ("#14532d", "#0c3d7a", "#6a4700", "#4b2a7a", "#7a2138", "#0b4f54")
 DARK_TEXT = "#e6edf3"
 LIGHT = ("#b8e6c9", "#bcd9ff", "#ffdf9e", "#e5ccff", "#ffc9d4", "#b9ebee")
 LIGHT_TEXT = "#1b1f24"
+
+#: Drafters that have a colour of their own, whoever is seen first: as in server/ui/colours.js.
+KNOWN = ("lookup", "model", "eagle", "grammar")
 
 #: A guess that the model refused.
 REFUSED = Style(dim=True, strike=True)
@@ -23,7 +26,8 @@ REFUSED = Style(dim=True, strike=True)
 
 @dataclass(slots=True)
 class Palette:
-    """A style for each drafter, given in the order of their appearance.
+    """A style for each drafter; those that the page does not know share what is left, in the order
+    of their appearance.
 
     Both colours of a style are set, so that it can be read on any background. Where there are no
     colours, guesses are underlined.
@@ -41,12 +45,15 @@ class Palette:
         """The style of a drafter's tokens."""
         if drafter not in self._styles:
             backgrounds = LIGHT if self.light else DARK
+            others = [name for name in self._styles if name not in KNOWN]
+            spare = len(KNOWN) + len(others) % (len(backgrounds) - len(KNOWN))
+            place = KNOWN.index(drafter) if drafter in KNOWN else spare
             self._styles[drafter] = (
                 Style(underline=True)
                 if self.colourless
                 else Style(
                     color=LIGHT_TEXT if self.light else DARK_TEXT,
-                    bgcolor=backgrounds[len(self._styles) % len(backgrounds)],
+                    bgcolor=backgrounds[place],
                 )
             )
         return self._styles[drafter]

@@ -37,14 +37,18 @@ class Wishes:
     seed: int | None = None
     speculation: bool | None = None
     drafter: str | None = None
-    max_draft: int | None = None
+    num_speculative_tokens: int | None = None
 
     def body(self) -> dict[str, Any]:
         """Their part of a request's body."""
         plain = {
             name: getattr(self, name) for name in ("temperature", "max_tokens", "top_p", "seed")
         }
-        asked = {"enabled": self.speculation, "drafter": self.drafter, "max_draft": self.max_draft}
+        asked = {
+            "enabled": self.speculation,
+            "drafter": self.drafter,
+            "num_speculative_tokens": self.num_speculative_tokens,
+        }
         body = {name: value for name, value in plain.items() if value is not None}
         if wished := {name: value for name, value in asked.items() if value is not None}:
             body["speculation"] = wished
@@ -58,7 +62,7 @@ _READERS: Mapping[str, Callable[[str], Any]] = {
     "seed": _whole,
     "speculation": _switch,
     "drafter": str,
-    "max_draft": _whole,
+    "num_speculative_tokens": _whole,
 }
 
 NAMES = tuple(_READERS)

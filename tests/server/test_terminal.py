@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 from rich.console import Console
+from rich.style import Style
 
 from engine.errors import Overloaded
 from engine.types import Request
@@ -157,6 +158,11 @@ def test_colours_are_those_of_the_page() -> None:
     light, dark = css.split("prefers-color-scheme: dark", 1)
     for page, ours in ((light, palette.LIGHT), (dark, palette.DARK)):
         assert tuple(re.findall(r"--d\d: (#\w+);", page)) == ours
+    script = (files("server.ui") / "colours.js").read_text("utf-8")
+    assert re.findall(r"(\w+): \"d(\d)\"", script) == [
+        (name, str(place)) for place, name in enumerate(palette.KNOWN)
+    ]
+    assert Palette().of("grammar") == Style(color=palette.DARK_TEXT, bgcolor=palette.DARK[3])
     assert has_light_background({"COLORFGBG": "0;15"})
     assert not has_light_background({})
 
