@@ -59,6 +59,7 @@ SERVER_MAY_ALSO = {
     ("server.cli.train", "engine.model.sources"),
     ("server.cli.audit", "engine.audit"),
     ("server.cli.bench", "engine.draft.registry"),
+    ("server.terminal.palette", "engine.draft.registry"),
 }
 
 #: Who of the server may know the load test, and why.

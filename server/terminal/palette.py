@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from rich.style import Style
 from rich.text import Text
 
+from engine.draft import registry
 from server.terminal.safe import safe
 
 #: Backgrounds of the page, those of `KNOWN` first, and the text on them.
@@ -18,7 +19,7 @@ LIGHT = ("#b8e6c9", "#bcd9ff", "#ffdf9e", "#e5ccff", "#ffc9d4", "#b9ebee")
 LIGHT_TEXT = "#1b1f24"
 
 #: Drafters that have a colour of their own, whoever is seen first: as in server/ui/colours.js.
-KNOWN = ("lookup", "model", "eagle", "grammar")
+KNOWN = registry.choices()[:4]
 
 #: A guess that the model refused.
 REFUSED = Style(dim=True, strike=True)
