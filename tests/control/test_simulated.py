@@ -103,7 +103,7 @@ def test_a_drafter_whose_acceptance_falls_with_depth_is_not_taken_for_one_with_t
 def test_it_beats_every_fixed_length_where_sequences_differ(machine: str) -> None:
     fixed = seconds_of_fixed(MACHINES[machine], mixed, 8, 12_000)
     log = World(MACHINES[machine], mixed, 8).run(planner_for(MACHINES[machine]), 12_000)
-    assert log.seconds < 0.99 * min(fixed.values())
+    assert log.seconds < 0.98 * min(fixed.values())
 
 
 @pytest.mark.parametrize("name", ALL_MACHINES)

@@ -99,9 +99,9 @@ def test_off_reads_about_one(loaded: LoadedModel, drafter: str) -> None:
     run = begin(loaded, 100, drafter=drafter, mode="off")
     last = reports(run)[-1]
     assert last.basis == "measured"
-    # Exactly so, where no clock is real (`tests/control/test_meter.py`); here a pause may fall
-    # into the planning of a step.
-    assert last.speedup == pytest.approx(1.0, abs=0.1)
-    assert speedups(run) == pytest.approx([1.0, 1.0], abs=0.1)
+    # Exactly so, where no clock is real (`tests/control/test_meter.py`). Here learning from a step
+    # takes some 0.3 ms of a pass of 8 ms on one thread, which reads 0.967.
+    assert last.speedup == pytest.approx(1.0, abs=0.05)
+    assert speedups(run) == pytest.approx([1.0, 1.0], abs=0.05)
     assert last.wasted_tokens == 0
     assert last.unknown_seconds == 0.0

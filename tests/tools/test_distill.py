@@ -109,7 +109,7 @@ def test_the_draft_model_learns(
     before = Agreement.measure(make_student(target, options.layers), texts, taught)
     after = Agreement.measure(load_target(options.out), texts, taught)
     assert len(after.texts) > 10
-    assert after.share > before.share + 0.1  # 0.17 to 0.22 on several machines
+    assert after.share > before.share + 0.15
     assert after.tokens_per_pass(4) > before.tokens_per_pass(4)
 
 
